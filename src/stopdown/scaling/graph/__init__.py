@@ -1,1 +1,1 @@
-"""One component call as a graph: its nodes, its blocks of rows, and how large its values get."""
+"""Graph of one captured component call: nodes, blocks with their own exponents, and ranges."""

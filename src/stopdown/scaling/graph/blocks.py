@@ -1,11 +1,11 @@
-"""Which values carry several exponents: parts of a chunked linear, and parts of a concatenation.
+"""Search for values that can have several exponents: results that are split, and concatenations.
 
-`shift, scale, gate = linear(x).chunk(3)` wants three exponents, because `1 + scale` leaves no
-choice while the gate is free. The demand starts at a chunk, split, unbind or slice and travels
-against the data through operations that keep a dimension recognisable, up to the rows of a
-parameter. `linear(cat([attention, mlp], -1))` is its mirror: what a concatenation offers travels
-with the data, down to the columns of a parameter. Where it does not arrive at parameters all the
-way, the value keeps one exponent.
+`shift, scale, gate = linear(x).chunk(3)` needs three exponents, because `1 + scale` pins that of scale
+while the gate's is free. Such a demand starts at a chunk, split, unbind or slice. It is propagated
+backwards, through operations that preserve the dimension, to the rows of a parameter.
+`linear(cat([attention, mlp], -1))` is the mirror image: the parts of a concatenation are propagated
+forwards, to the columns of a parameter. If they don't reach parameters on all paths, the value has one
+exponent.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from stopdown.scaling.graph.nodes import (
 
 @dataclass(frozen=True)
 class Blocks:
-    """Consecutive blocks of a value along one dimension.
+    """Consecutive blocks of a value along one dimension, each with an exponent of its own.
 
     Attributes:
         dim: the dimension, counted from 0.
-        bounds: start of every block and the end of the last one.
+        bounds: first index of every block, and the end of the last one.
     """
 
     dim: int
@@ -58,7 +58,7 @@ _MOST = 65
 
 
 def find_blocks(graph: torch.fx.Graph, parameters: Mapping[str, str]) -> dict[Node, Blocks]:
-    """Find the values of a graph, parameters included, with one exponent for each block."""
+    """Map the values of a graph, parameters included, that can have several exponents to their blocks."""
     wanted: dict[Node, Blocks] = {}
     for node in reversed(graph.nodes):
         if is_float(node) and (blocks := _combine(node, wanted)):
@@ -70,7 +70,7 @@ def find_blocks(graph: torch.fx.Graph, parameters: Mapping[str, str]) -> dict[No
 
 
 def _offer(node: Node, wanted: dict[Node, Blocks]) -> None:
-    """Record the parts of a concatenation as blocks, or pass a source's blocks on to a result or weight."""
+    """Record the parts of a concatenation as blocks, or pass a source's blocks on to result or weight."""
     given = arguments(node)
     source = given.get("self", given.get("input"))
     blocks: Blocks | None = None
@@ -99,7 +99,7 @@ def _read_joint(node: Node) -> Blocks | None:
 
 
 def list_joined(node: Node) -> tuple[int, list[tuple[Node, tuple[int, int]]]]:
-    """Return the dimension of a `cat`, and each input with the block of indices that it fills."""
+    """Return the dimension of a `cat`, and each input with the range of indices that it fills."""
     given = arguments(node)
     dim = int(given.get("dim", 0)) % max(len(shape_of(node)), 1)
     places, done = [], 0
@@ -112,7 +112,7 @@ def list_joined(node: Node) -> tuple[int, list[tuple[Node, tuple[int, int]]]]:
 
 
 def _find_columns(node: Node, blocks: Blocks) -> Blocks | None:
-    """Return blocks of a layer's input as blocks of its weight's columns; None if they do not match."""
+    """Return blocks of a layer's input as blocks of its weight's columns; None if they don't match."""
     is_whole = arguments(node).get("groups", 1) == 1
     return Blocks(1, blocks.bounds) if is_whole and blocks.dim == _find_channels(node) else None
 
@@ -123,7 +123,7 @@ def _find_channels(node: Node) -> int:
 
 
 def split_bounds(node: Node) -> tuple[int, tuple[int, ...]]:
-    """Return the dimension and the bounds of the parts of a chunk, split, unbind or slice."""
+    """Return the dimension of a chunk, split, unbind or slice, and the bounds of the parts along it."""
     given, shape = arguments(node), shape_of(node.args[0])
     dim = int(given.get("dim", 0)) % max(len(shape), 1)
     if is_kind(node, "slice"):
@@ -135,7 +135,7 @@ def split_bounds(node: Node) -> tuple[int, tuple[int, ...]]:
 
 
 def _combine(node: Node, wanted: Mapping[Node, Blocks]) -> Blocks | None:
-    """Combine the demands of a value's users; return None if they disagree or one needs it whole."""
+    """Combine the blocks that a value's users need; None if they disagree or one needs a single one."""
     demands = [_demand(user, node, wanted) for user in node.users]
     known = [x for x in demands if x is not None]
     if not known or len(known) != len(demands) or len({x.dim for x in known}) > 1:
@@ -165,7 +165,7 @@ def _is_plain_slice(node: Node) -> bool:
 
 
 def _list_inner(part: Node, wanted: Mapping[Node, Blocks]) -> Iterator[int]:
-    """Yield the bounds demanded inside a part, as indices of its source."""
+    """Yield the bounds of the blocks inside a part, as indices of its source."""
     if part in wanted and (is_kind(part, "part") or _is_plain_slice(part)):
         _, (start, _), dim = find_part(part)
         if wanted[part].dim == dim:
@@ -173,7 +173,7 @@ def _list_inner(part: Node, wanted: Mapping[Node, Blocks]) -> Iterator[int]:
 
 
 def find_part(node: Node) -> tuple[Node, tuple[int, int], int]:
-    """Return the source of a slice, select or getitem, the range of its indices, and its dimension."""
+    """Return the source of a slice, select or getitem, the range of its indices, and the dimension."""
     source = node.args[0]
     assert isinstance(source, Node)
     if is_kind(node, "select"):
@@ -193,7 +193,7 @@ def find_part(node: Node) -> tuple[Node, tuple[int, int], int]:
 
 
 def _pull(user: Node, node: Node, blocks: Blocks) -> Blocks | None:
-    """Map blocks of an operation's output to one of its inputs; return None if they are lost."""
+    """Map blocks of an operation's output to one of its inputs; return None if that is impossible."""
     given = arguments(user)
     if is_kind(user, *_KEEPING):
         return blocks
@@ -215,7 +215,7 @@ def _pull(user: Node, node: Node, blocks: Blocks) -> Blocks | None:
 def map_through_view(
     out: tuple[int, ...], source: tuple[int, ...], blocks: Blocks
 ) -> Blocks | None:
-    """Map blocks of a reshaped value to its shape before; return None if they do not align."""
+    """Map blocks of a reshaped value to its shape before; return None if they don't align."""
     if math.prod(out) != math.prod(source):
         return None
     stride = math.prod(out[blocks.dim + 1 :])
@@ -232,7 +232,7 @@ def map_through_view(
 def _keep_producible(
     wanted: Mapping[Node, Blocks], parameters: Mapping[str, str]
 ) -> dict[Node, Blocks]:
-    """Drop blocks that no parameter's rows or columns lead to, until the rest supports itself."""
+    """Drop blocks that don't derive from rows or columns of parameters, until all others do."""
     kept = dict(wanted)
     while True:
         lost = [node for node in kept if not _is_producible(node, kept, parameters)]
@@ -265,10 +265,10 @@ def _is_producible(node: Node, kept: Mapping[Node, Blocks], parameters: Mapping[
 
 
 def _list_read(node: Node, kept: Mapping[Node, Blocks]) -> set[int]:
-    """List the blocks of a parameter that the graph reads.
+    """Return the numbers of a parameter's blocks that the graph reads.
 
-    A call of another size may read more of a table of positions, so a table that is read in part keeps one
-    exponent.
+    A call of another size may read more of a table of positions. So a table that is read in part has
+    one exponent.
     """
     return {block for user in node.users for block in _list_read_by(user, node, kept)}
 
@@ -291,14 +291,14 @@ def _list_read_by(user: Node, node: Node, kept: Mapping[Node, Blocks]) -> Iterab
 
 
 def is_part(node: Node) -> bool:
-    """Return whether a value is a part of another, taken by its indices."""
+    """Return whether a value is a part of another one, selected by indices."""
     if is_kind(node, "slice", "select"):
         return True
     return is_kind(node, "part") and bool(node.args) and is_split(node.args[0])
 
 
 def has_known_indices(node: Node) -> bool:
-    """Return whether the indices of a part are numbers; if not, `find_part` returns all indices."""
+    """Return whether the indices of a part are constants; if not, `find_part` returns the whole range."""
     if is_kind(node, "select"):
         return isinstance(arguments(node)["index"], int)
     return not is_kind(node, "slice") or slice_bounds(node) is not None
@@ -314,7 +314,7 @@ def _is_part_of(node: Node, kept: Mapping[Node, Blocks]) -> bool:
 
 
 def _takes(user: Node, node: Node, kept: Mapping[Node, Blocks]) -> bool:
-    """Return whether a user of a value can take it in blocks.
+    """Return whether a user of a value can handle different exponents in its blocks.
 
     It splits the value, passes its blocks on, or multiplies each block by columns of its own.
     """

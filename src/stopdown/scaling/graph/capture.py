@@ -1,18 +1,17 @@
-"""One component call as a graph, with the dtype, module path and parameter name of every value.
+"""Capture of one component call as a graph, with the dtype, module path and parameter name of every value.
 
-The call is traced by `torch.export` (non-strict) on a shadow of the module whose parameters are
-fake tensors in the dtype that the module is meant to run in. So no weight is read or copied, a
-class too large for this machine is captured as well, and each value shows the dtype it will
-really have: only what is fp16 there is bound by 65504. Regions that an author put under autocast or
-`no_grad` are higher-order nodes in such a graph; they are walked into, so that what comes back is
-flat. Code that asks tensors for their values (`mask.sum().tolist()`, `if x.any():`) is run once for
-real, or without weights on what follows from the arguments alone. Its questions and answers are noted,
-and while it is traced it gets the same answers. What was asked becomes an output of the graph, so that
-nothing that decides the path is lost from sight.
+The call is traced by `torch.export` (non-strict) on a copy of the module whose parameters are fake
+tensors, in the dtype in which the module will run. So no weight is read or copied, and a model too
+large for this machine can be captured as well. Each value has the dtype that it will really have: only
+those in fp16 are bounded by 65504. Regions under autocast or `no_grad` are higher-order nodes in such a
+graph; they are inlined. Code that reads tensor values (`mask.sum().tolist()`, `if x.any():`) is first
+run for real or, without weights, with the values that follow from the arguments alone. Its questions
+and answers are recorded, and tracing replays the answers. The tensors asked for become outputs of the
+graph, so that it contains everything that decides the path.
 
-Not covered: sizes that depend on values (`x[mask]`), tensors that a module makes once inside `forward`
-and keeps, custom kernels: they raise `CaptureError` naming the line of code. Sizes are those of the call:
-another resolution or length is another capture, and so are other answers.
+Not covered: sizes that depend on data (`x[mask]`), tensors that a module makes once inside `forward`
+and caches, custom kernels: they raise `CaptureError` with the line of code. Sizes are those of the
+call: another resolution or length needs another capture, and so do other answers.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ PREFIX = "component"
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 Answers = tuple[tuple[str, Any], ...]
-"""Questions that code asked of tensors, in order, each with the answer: `("item", 7)`."""
+"""Reads of tensor values by code, in order, each with the result: `("item", 7)`."""
 
 
 @dataclass(frozen=True)
@@ -76,21 +75,24 @@ class Capture:
 
     Attributes:
         graph: placeholders are parameters, buffers and constants first, then the call's tensors.
-        dtype: what the module's floating parameters were captured in.
-        parameters: placeholder name to the name of the parameter or buffer; tied ones share one.
-        constants: placeholder name to the tensor that the code made while it was traced, or to the
-            generator of random numbers that it was given.
+        dtype: dtype of the module's floating parameters in the graph.
+        parameters: placeholder name to the name of the parameter or buffer; tied ones have one name.
+        constants: placeholder name to a tensor that the code made while it was traced, or to a random
+            number generator among the arguments.
         inputs: placeholder names of the call's tensors, in the order of `flatten_call`.
         kept_buffers: buffers that the capture left in their own dtype.
-        single_outputs: paths of the modules that return one tensor in every call of theirs.
-        method: what was called of the module: `decode`; "" for the module itself.
-        answers: what its code asked tensors for, and got, where that decides the path.
-        outputs: how many tensors the call returns; the graph's outputs after them were asked for.
-        replaceable: buffers and parameters that the code does without at another size: it computes others.
-        operands: what was cast, or kept in fp32, because the code mixes dtypes.
-        signature: of the call, as `sign_call` writes it.
-        sizes: of the call, as `list_argument_sizes` has them.
-        keeps_clamps: the code clamps at fp16's maximum in fp32 as well.
+        component: class name of the module.
+        single_outputs: paths of the modules that return one tensor in all of their calls.
+        method: called method, such as `decode`; "" for the module itself.
+        answers: tensor values that the code read, and that may decide its path.
+        outputs: number of tensors that the call returns. Further outputs of the graph are those whose
+            values were read.
+        replaceable: buffers and parameters that the code doesn't read at another size, but computes
+            others.
+        operands: inputs that are cast and parameters kept in fp32 because the code mixes dtypes.
+        signature: signature of the call, as in `sign_call`.
+        keeps_clamps: whether the code clamps at fp16's maximum in fp32 as well.
+        sizes: sizes of the call's arguments, as in `list_argument_sizes`.
     """
 
     graph: GraphModule
@@ -125,15 +127,15 @@ def capture_call(
 
     Args:
         call: a module, or a bound method of one. Its weights may be real, fake or on `meta`.
-        args, kwargs: arguments of the call. Floating tensors of the module's dtype are taken as given in
-            `dtype`; only shapes and dtypes of tensors matter.
+        args, kwargs: arguments of the call. Floating tensors in the module's dtype count as tensors in
+            `dtype`. Only shapes and dtypes of tensors matter.
         wide: names of parameters and buffers to keep in fp32.
-        answers: answers to the code's questions about tensor values; None records them here if needed.
-        operands: inputs to cast and parameters to keep in fp32 for code that mixes dtypes; None finds them
-            here.
+        answers: results for the tensor values that the code reads; None records them here if needed.
+        operands: inputs to cast and parameters to keep in fp32 for code that mixes dtypes; None finds
+            them here.
 
     Raises:
-        CaptureError: the code cannot be traced; the error names the line at fault.
+        CaptureError: if the code can't be traced; the error shows the line at fault.
     """
     failure: CaptureError | None = None
     first = _Attempt(call, args, dict(kwargs or {}), dtype, wide, operands)
@@ -169,9 +171,9 @@ def read_call(
     dtype: torch.dtype,
     blocked: Collection[str] = (),
 ) -> frozenset[int] | None:
-    """Record how a call uses its parameters and arguments, as marks (`readings`).
+    """Record how a call uses its parameters and arguments, as the marks of `readings`.
 
-    Return None if its code fails on tensors without values, for example because it asks for them.
+    Return None if its code fails on tensors without values, for example because it reads them.
 
     Args:
         blocked: names of tensors whose rows or columns differ in exponent.
@@ -186,7 +188,7 @@ def read_call(
 
 
 def _list_attempts(first: _Attempt, answers: Answers | None) -> Iterator[_Attempt]:
-    """Yield ways to capture a call, cheapest first; each is for when those before have failed."""
+    """Yield options for capturing a call, cheapest first; each is for when the earlier ones have failed."""
     yield first
     yield replace(first, keeps_buffers=False)
     if _has_weights(first.owner):
@@ -201,9 +203,9 @@ def _list_attempts(first: _Attempt, answers: Answers | None) -> Iterator[_Attemp
 
 @contextlib.contextmanager
 def noting_answers(found: list[tuple[str, Any]]) -> Iterator[None]:
-    """Append to `found` each question of this thread's code about tensor values, with its answer.
+    """Append to `found` each read of a tensor value by this thread's code, with its result.
 
-    Cost: a look at each torch function that is called.
+    Cost: a check of each torch function that is called.
     """
     with _Notes() as notes:
         yield
@@ -213,10 +215,10 @@ def noting_answers(found: list[tuple[str, Any]]) -> Iterator[None]:
 def note_answers(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Answers:
-    """Run a call, and return its code's questions about tensor values with their answers.
+    """Run a call, and return the tensor values that its code reads.
 
-    A module without weights runs on fake tensors. Its code gets the values that follow from the arguments
-    alone, and fails if it asks for others.
+    A module without weights runs on fake tensors. Its code then gets the values that follow from the
+    arguments alone, and fails if it reads others.
 
     Cost: one forward of the module as it is.
     """
@@ -239,7 +241,7 @@ def owner_of(call: Callable[..., Any]) -> torch.nn.Module:
     """Return the module of a call: the module itself, or the owner of a bound method.
 
     Raises:
-        CaptureError: the call is neither.
+        CaptureError: if the call is neither.
     """
     owner = call if isinstance(call, torch.nn.Module) else getattr(call, "__self__", None)
     if not isinstance(owner, torch.nn.Module):
@@ -257,7 +259,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch
 
 
 def sign_capture(capture: Capture) -> str:
-    """Return a hash of a captured call's computation, without the values of its weights."""
+    """Return a hash of a captured call's operations, constants and signature, without its weights."""
     made = hashlib.sha256(repr((capture.parameters, capture.answers, capture.operands)).encode())
     for node in capture.graph.graph.nodes:
         target = node.target if isinstance(node.target, str) else str(node.target)
@@ -271,31 +273,32 @@ def sign_capture(capture: Capture) -> str:
 
 
 def module_path(node: Node) -> str:
-    """Return the dotted path of the innermost module whose code made a value; "" for the component."""
+    """Return the path of the innermost module whose code computed a value; "" for the component itself."""
     stack = node.meta.get("nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
     return path.removeprefix(PREFIX).removeprefix(".")
 
 
 def module_classes(node: Node) -> list[str]:
-    """Return the class names of the modules around a value, outermost first."""
+    """Return the class names of the modules that were running at a node, outermost first."""
     stack = node.meta.get("nn_module_stack") or {}
     return [name_class(entry[1]) for entry in stack.values()]
 
 
 def call_key(node: Node) -> str:
-    """Return the key of the module call that made a value; calls of the same module differ in it."""
+    """Return the key of the module call that computed a value; each call of a module has another key."""
     stack = node.meta.get("nn_module_stack") or {}
     return str(next(reversed(stack))) if stack else ""
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One way to capture a call; what is not named here is as `capture_call` takes it.
+    """Options for one attempt at capturing a call; those not listed are arguments of `capture_call`.
 
     Attributes:
-        answers: to what the code asks tensors for; None lets nothing be asked.
-        keeps_buffers: buffers outside the checkpoint stay in their own dtype.
+        answers: results for the tensor values that the code reads; None if it may read none.
+        is_real: copy the module with its real weights, not with fake ones.
+        keeps_buffers: leave buffers outside the checkpoint in their own dtype.
     """
 
     call: Callable[..., Any]
@@ -314,10 +317,10 @@ class _Attempt:
 
 
 class _Notes(TorchFunctionMode):
-    """Notes what code asks tensors for; or answers, from what was noted before.
+    """Torch function mode that records each tensor value that code reads, or replays recorded ones.
 
-    Code that asks only in fp16 whether a value is NaN or Inf, to clamp it (LDMBert), is told that it is
-    finite: exponents keep it so.
+    If code tests only in fp16 whether a value is NaN or Inf, to clamp it (LDMBert), the replayed result
+    is that it is finite: exponents keep it so.
     """
 
     def __init__(self, answers: Answers | None = None) -> None:
@@ -344,7 +347,7 @@ class _Notes(TorchFunctionMode):
         return answer
 
     def _follow_test(self, name: str, args: tuple[Any, ...], result: Any) -> Any:
-        """Note the result on finite values of a test for NaN or Inf, or of several joined."""
+        """Store the result that a test for NaN or Inf, or a combination of tests, has for finite values."""
         tested = [self._tests.get(id(x)) for x in args if isinstance(x, torch.Tensor)]
         known = [x[1] for x in tested if x is not None]
         if name in _TESTS:
@@ -378,7 +381,7 @@ _JOINED_TESTS: Mapping[str, Callable[[list[bool]], bool]] = {
     **dict.fromkeys(("all", "__and__", "logical_and", "bitwise_and"), all),
     **dict.fromkeys(("__invert__", "logical_not", "bitwise_not"), lambda x: not x[0]),
 }
-"""What tests for NaN and Inf say of finite values, and how code joins them."""
+"""Results of combined tests for NaN and Inf, from those of the single tests for finite values."""
 
 
 @functools.cache
@@ -393,9 +396,9 @@ def _list_questions() -> frozenset[Any]:
 
 
 class _TracedData(TorchFunctionMode):
-    """Takes `x.data` as `x.detach()`: the same storage, and unlike it a node of the graph.
+    """Torch function mode that replaces `x.data` by `x.detach()`, which shares the storage but is traced.
 
-    Tracing sees neither the getter nor what is written through it afterwards, as into a table of
+    Tracing records neither the getter nor later writes through its result, such as into a table of
     positions that is made in `forward` (torch 2.13.0, 2026-11-22).
     """
 
@@ -408,7 +411,7 @@ class _TracedData(TorchFunctionMode):
 
 
 class _Call(torch.nn.Module):
-    """A call as a module of tensors only: other arguments are closed over."""
+    """Wraps a call as a module whose only inputs are tensors; other arguments are fixed."""
 
     def __init__(
         self,
@@ -438,7 +441,7 @@ class _Call(torch.nn.Module):
 
 
 def _export(attempt: _Attempt) -> Capture:
-    """Capture a call; if its code mixes dtypes, capture it again with the casts that this needs."""
+    """Capture a call; if its code mixes dtypes, capture it again with the casts that it needs."""
     try:
         capture = _ShadowCall(attempt).export()
         mixed = find_mixed_operands(capture.graph) or find_mixed_norms(capture.graph)
@@ -462,7 +465,7 @@ def _export(attempt: _Attempt) -> Capture:
 
 
 class _ShadowCall:
-    """One call of a shadow of its module, ready to be traced."""
+    """One call of a copy of its module, ready to be traced."""
 
     def __init__(self, attempt: _Attempt) -> None:
         self._module, self._attempt = attempt.owner, attempt
@@ -484,7 +487,7 @@ class _ShadowCall:
 
     @property
     def _named(self) -> tuple[torch.nn.Module, str, tuple[Any, ...], dict[str, Any]]:
-        """Module, method and arguments of the call."""
+        """Module, method name and arguments of the call."""
         return (
             self._module,
             self._method or "forward",
@@ -493,7 +496,7 @@ class _ShadowCall:
         )
 
     def read(self, blocked: Collection[str]) -> frozenset[int]:
-        """Record how the call uses its parameters and arguments, as marks (`readings`)."""
+        """Record how the call uses its parameters and arguments, as the marks of `readings`."""
         patches = Patches()  # never undone: the shadow is thrown away with its hooks
         paths = ModulePaths(self._shadow, patches)
         readings = Readings(paths, _ShadowCall.read.__code__, blocked)
@@ -507,7 +510,7 @@ class _ShadowCall:
         return frozenset(readings.found)
 
     def ask(self, notes: _Notes) -> None:
-        """Run the call's code, with the values of its arguments where it asks for some."""
+        """Run the call's code on fake tensors, with the arguments' values where it reads them."""
         given = iter(self._given)
         args, kwargs = pytree.tree_map_only(
             torch.Tensor,
@@ -572,7 +575,7 @@ class _ShadowCall:
         )
 
     def _trace(self, notes: list[Note]) -> Any:
-        """Export the call, tracing parts that are called alike once; if that fails, trace every part."""
+        """Export the call, tracing repeated parts once; if that fails, export it without reuse."""
         export = functools.partial(torch.export.export, self._traced, self._given, strict=False)
         if self._attempt.answers is not None or self._attempt.is_real:
             return export()
@@ -589,9 +592,9 @@ class _ShadowCall:
 
 
 def _watch_outputs(shadow: torch.nn.Module, notes: list[Note]) -> None:
-    """Record for each module call, while the shadow runs, whether it returned one tensor.
+    """Have observers record for each module call of the copy whether it returns one tensor.
 
-    A module with several names (an activation that all layers share) is left out: anything attached to it
+    Modules with several names, such as an activation that all layers share, are left out: a hook on one
     acts in all of its places.
     """
     names = Counter(id(x) for _, x in shadow.named_modules(remove_duplicate=False))
@@ -613,19 +616,19 @@ def _list_singles(notes: Sequence[Note]) -> frozenset[str]:
 
 
 _Calls = dict[str, tuple[Any, ...]]
-"""Module path to the arguments of its last call, tensors as `_Shaped`."""
+"""Module path to the arguments of its last call, with `_Shaped` for tensors."""
 
 
 @dataclass(frozen=True)
 class _Shaped:
-    """What is kept of a tensor among arguments."""
+    """Shape and dtype of a tensor among a call's arguments."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def _watch_tables(shadow: torch.nn.Module, kept: frozenset[str], notes: list[Note]) -> None:
-    """Record the calls, while the shadow runs, of modules that may choose their tables by sizes.
+    """Have observers record the arguments of modules that may select their tables by sizes.
 
     Such a module has floating buffers of its own outside `kept`, or floating parameters if it is not a
     layer of torch.
@@ -658,11 +661,11 @@ def _list_tables(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _find_replaceable(
     shadow: torch.nn.Module, calls: _Calls, used: Collection[str], mode: FakeTensorMode
 ) -> frozenset[str]:
-    """Find the tables that a module does without when a dimension of its arguments doubles or halves.
+    """Find the tables that a module doesn't read if a dimension of its arguments doubles or halves.
 
-    An example is a table of positions that is learned for one number of frames and computed for others: a
-    factor folded into it is lost there. Only one of several like modules is tried. The component's own
-    parameters are not.
+    An example is a table of positions that is learned for one number of frames and computed for others:
+    a factor folded into it would be lost then. Of modules that are alike, only one is tried. The
+    component's own parameters are not.
     """
     found: set[str] = set()
     known: dict[Any, frozenset[str]] = {}
@@ -687,7 +690,7 @@ def _read_settings(module: torch.nn.Module) -> tuple[tuple[str, Any], ...]:
 def _find_unread(
     module: torch.nn.Module, call: tuple[Any, ...], tables: Mapping[int, str], mode: FakeTensorMode
 ) -> frozenset[str]:
-    """Return the names of the tables that some call of other sizes leaves unread."""
+    """Return the names of the tables that at least one call with another size doesn't read."""
     found: set[str] = set()
     for other in _list_resized(call):
         read = _Read()
@@ -701,7 +704,7 @@ def _find_unread(
 
 
 def _list_resized(call: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield a call with one dimension of one tensor doubled or halved, for each dimension."""
+    """Yield the call with one dimension of one tensor doubled or halved, for each dimension."""
     leaves, spec = pytree.tree_flatten(call)
     for number, leaf in enumerate(leaves):
         shape = leaf.shape if isinstance(leaf, _Shaped) else ()
@@ -713,7 +716,7 @@ def _list_resized(call: tuple[Any, ...]) -> Iterator[Any]:
 
 
 class _Read(TorchFunctionMode):
-    """Notes from which tensors others were made; a shape or a dtype may be asked for."""
+    """Torch function mode that records the tensors from which others are computed, not reads of shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -730,7 +733,7 @@ class _Read(TorchFunctionMode):
 
 
 def _make_shadow(attempt: _Attempt, mode: FakeTensorMode) -> tuple[torch.nn.Module, frozenset[str]]:
-    """Copy a module over fake parameters, or real ones if `is_real`, in the dtypes of an attempt.
+    """Copy a module with fake parameters, or real ones if `is_real`, in the dtypes of an attempt.
 
     Return the copy, and the names of the buffers left in their own dtype.
     """
@@ -757,18 +760,18 @@ def _make_shadow(attempt: _Attempt, mode: FakeTensorMode) -> tuple[torch.nn.Modu
 
 
 def casts_weights(module: torch.nn.Module) -> bool:
-    """Return whether weights are cast to their input's dtype at each call, as ComfyUI's operations do.
+    """Return whether weights are cast to the input's dtype at each call, as by ComfyUI's operations.
 
-    Such a module computes in the dtype of its arguments, so its weights stay as they are stored.
+    Such a module computes in the dtype of its arguments, so its weights keep their stored dtype.
     """
     return any(getattr(part, "comfy_cast_weights", False) for part in list_modules(module))
 
 
 def find_kept_buffers(module: torch.nn.Module) -> frozenset[str]:
-    """Return the names of buffers in fp32 or float64 outside the checkpoint.
+    """Return the names of buffers in fp32 or float64 that are not in the checkpoint.
 
-    They hold the code's own tables (rotary frequencies, positions), which are meant to stay exact:
-    positions in 16 bits collapse. Loading leaves them alone as well.
+    They are tables that the code computes (rotary frequencies, positions), which have to stay exact: in
+    16 bits, positions would coincide. Loading doesn't cast them either.
     """
     saved = module.state_dict(keep_vars=True)
     return frozenset(
@@ -809,9 +812,9 @@ def _read_program(
 
 
 def _refuse_lost_vmap(constants: Mapping[str, Any], module: torch.nn.Module) -> None:
-    """Refuse a graph that has lost its regions of `vmap`.
+    """Raise an error for a graph that lacks the `vmap` regions of its code.
 
-    PyTorch 2.6.0 leaves such regions out, and takes the values in them for constants.
+    PyTorch 2.6.0 omits such regions, and treats the values in them as constants.
     """
     is_batched = torch._C._functorch.is_batchedtensor
     if any(isinstance(x, torch.Tensor) and is_batched(x) for x in constants.values()):
@@ -823,10 +826,10 @@ def _refuse_lost_vmap(constants: Mapping[str, Any], module: torch.nn.Module) -> 
 
 
 def _complete_paths(graph: GraphModule, paths: list[str]) -> None:
-    """Complete the paths of modules that code reached from elsewhere.
+    """Complete the module paths of nodes whose module was called through an attribute of another module.
 
-    Tracing names a module by the code's way to it. SAT's mixins hold the transformer as a plain attribute,
-    so its layers are named from there on (torch 2.13.0, 2026-11-22).
+    Tracing names a module by the attributes that the code used. SAT's mixins hold the transformer as a
+    plain attribute, so its layers' paths begin there (torch 2.13.0, 2026-11-22).
     """
 
     @functools.cache
@@ -858,7 +861,7 @@ def name_aliases(module: torch.nn.Module) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _alone_in_thread() -> Iterator[None]:
-    """Trace calls of this thread only, one thread at a time.
+    """Trace only this thread's calls, and let one thread trace at a time.
 
     The tracer patches functions that call modules and read their attributes, in every thread of the
     process.
@@ -882,11 +885,11 @@ def _alone_in_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _light_tracing() -> Iterator[None]:
-    """Trace without unread results, which take a third of the time (2026-11-21).
+    """Trace without results that nobody reads, which take a third of the time (2026-11-21).
 
-    They are a stack trace for each node and Python code for each graph. Garbage collection is off too: it
-    visits every node again and again. Code that is still generated is dropped: `torch.fx` keeps each text
-    for tracebacks, 0.7 MiB in a repair of a tiny UNet (torch 2.13.0, 2026-11-25).
+    They are a stack trace for each node and Python code for each graph. Garbage collection is off too,
+    as it would visit every node again and again. Code that is still generated is dropped: `torch.fx`
+    caches each text for tracebacks, 0.7 MiB in a repair of a tiny UNet (torch 2.13.0, 2026-11-25).
     """
     texts = graph_module._loader.eval_cache
     known = frozenset(texts)
@@ -905,12 +908,12 @@ def _light_tracing() -> Iterator[None]:
 
 
 STACK_TRACES_OFF = "do_not_emit_stack_traces"
-"""Switch of `torch.fx.config` that 2.13.0 has, and 2.11.0 has not."""
+"""Option of `torch.fx.config` that exists in 2.13.0 but not in 2.11.0."""
 
 
 @contextlib.contextmanager
 def _quiet_fakes() -> Iterator[None]:
-    """Suppress the logged traceback of code that fails on fake tensors; its error is raised."""
+    """Suppress the logged traceback of code that fails on fake tensors; the error is still raised."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -921,7 +924,7 @@ def _quiet_fakes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_logs() -> Iterator[None]:
-    """Suppress stderr and logging up to the level of errors while tracing; failures are raised."""
+    """Suppress stderr and log messages up to errors while tracing; failures are still raised."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

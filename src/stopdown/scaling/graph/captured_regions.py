@@ -1,4 +1,4 @@
-"""Regions of a captured graph, such as checkpoints, written into the graph around them."""
+"""Inlining of the regions of a captured graph, such as checkpoints, into the graph around them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch.fx._lazy_graph_module import _make_graph_module
 from torch.utils import _pytree as pytree
 
 _REGIONS = ("wrap", "tag_activation_checkpoint", "strict_mode")
-"""How the names of operators begin that run their one body as it is, on the arguments behind it."""
+"""Prefixes of the names of higher-order operators that run a single body unchanged, with the arguments
+that follow it."""
 
 
 def inline_regions(graph: GraphModule) -> GraphModule:
-    """Return a graph with autocast and no-grad regions replaced by their bodies.
+    """Return a graph with regions such as checkpoints or autocast replaced by their bodies.
 
-    Bodies of other operators (the score function of `flex_attention`) stay separate.
+    Bodies of other operators, such as the score function of `flex_attention`, stay separate.
     """
     if not any(map(_is_region, graph.graph.nodes)):
         return graph
@@ -26,7 +27,7 @@ def inline_regions(graph: GraphModule) -> GraphModule:
 
 
 def _copy_nodes(source: GraphModule, flat: torch.fx.Graph, env: dict[Node, Any]) -> Any:
-    """Copy a graph's nodes to the end of `flat`, and return the values of its output node."""
+    """Append copies of a graph's nodes to `flat`; return the copied values of its output node."""
     for node in source.graph.nodes:
         if node in env or (_is_region_body(node) and all(map(_is_region, node.users))):
             continue

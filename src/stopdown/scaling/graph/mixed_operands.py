@@ -1,4 +1,4 @@
-"""Operations of a captured graph whose operands have different dtypes."""
+"""Search for operations of a captured graph whose operands differ in dtype."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ONE_DTYPE = ("linear", *CONVOLUTIONS, "matrix")
 
 
 def find_mixed_operands(graph: GraphModule, *kinds: str) -> list[Node]:
-    """Find operations whose floating operands differ in dtype.
+    """Return the operations whose floating operands differ in dtype.
 
-    Tracing does not refuse them (measured for linear, 2026-11-21), a real run does.
+    Tracing accepts them (measured for linear, 2026-11-21), although a real run raises an error.
 
     Args:
-        kinds: kinds of operations to look at; by default matrix products and convolutions.
+        kinds: kinds of operations to examine; by default matrix products and convolutions.
     """
     return [
         node
@@ -27,7 +27,7 @@ def find_mixed_operands(graph: GraphModule, *kinds: str) -> list[Node]:
 
 
 def find_mixed_norms(graph: GraphModule) -> list[Node]:
-    """Find norms of an input in a wider dtype than their weights, which some kernels refuse."""
+    """Return the norms whose input has a wider dtype than their weights, which some kernels refuse."""
     return [
         node
         for node in graph.graph.nodes

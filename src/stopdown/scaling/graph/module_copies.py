@@ -1,13 +1,12 @@
-"""Copy a module with the functions that somebody set on its parts.
+"""Copies of modules, with the functions that somebody assigned to their parts bound to the copy.
 
-`copy.deepcopy` leaves functions as they are, so the copy's code would call the parts of the module that it
-was made of: in a trace their weights are constants, to which no exponent belongs.
+`copy.deepcopy` doesn't copy functions, so a function in the copy would call parts of the original. In a
+trace, the weights of these are constants, which can have no exponents.
 
-**Catches** functions and methods that are set on a part, and hooks, with what they close over and take as
-defaults: the module's parts and tensors, methods of parts, further functions, and short lists and mappings
-of those.
-**Does not catch** functions of classes and of modules of Python; parts that an object from outside of the
-module holds, unless the function is a method of it.
+**Catches** functions and methods assigned to a part, and hooks, with their closures and defaults: the
+module's parts and tensors, methods of parts, further functions, and short lists and mappings of those.
+**Does not catch** functions of classes and of Python modules; parts that an object outside the module
+holds, unless the function is a method of it.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ _MOST_ITEMS = 64
 
 
 def copy_module(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
-    """Copy a module.
+    """Return a deep copy of a module whose assigned functions and hooks refer to the copy's parts.
 
     Args:
-        memo: what `copy.deepcopy` is to begin with, by the number of what is copied.
+        memo: initial memo of `copy.deepcopy`: id of an object to its copy.
     """
     made = copy.deepcopy(module, memo)
     binder = _Binder(memo)
@@ -44,13 +43,13 @@ def copy_module(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Modul
 
 
 class _Binder:
-    """Leads functions to the copies of what they know."""
+    """Rebinds functions, with their closures and defaults, from a module's objects to their copies."""
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self._memo, self._bound = memo, dict[int, Any]()
 
     def bind(self, value: Any) -> Any:
-        """Return the counterpart of a value in the copied module; the value itself if it has none."""
+        """Return the copy of a value, or a function rebound to copies; else the value itself."""
         if id(value) in self._bound:
             return self._bound[id(value)]
         if isinstance(value, (torch.nn.Module, torch.Tensor)):

@@ -15,9 +15,9 @@ from stopdown.operations import find_operation, kind_of
 
 
 def operation(node: Node) -> str:
-    """Return the name of a node's operation without overload: `linear`, `add_`.
+    """Return the name of a node's operation without overload, such as `linear` or `add_`.
 
-    It is "" for a node that is no call of a function.
+    It is "" for a node that calls no function.
     """
     return _name_target(node.target) if node.op == "call_function" else ""
 
@@ -31,14 +31,14 @@ def _name_target(target: Any) -> str:
 
 
 def is_kind(node: Any, *kinds: str) -> bool:
-    """Return whether a value is made by an operation of one of these kinds; in-place forms have none."""
+    """Return whether an operation of one of these kinds computes a value; in-place ones have no kind."""
     return isinstance(node, Node) and kind_of(operation(node)) in kinds
 
 
 def has_trait(node: Any, trait: str) -> bool:
-    """Return whether the operation that makes a value has a trait.
+    """Return whether the operation that computes a value has a trait of the table of operations.
 
-    An in-place form has the traits of its own row in the table or, without one, of its plain form.
+    An in-place operation has the traits of its own row in the table or, without one, of its plain form.
     """
     found = find_operation(operation(node)) if isinstance(node, Node) else None
     return found is not None and trait in found.traits
@@ -51,7 +51,7 @@ def find_slope(node: Node) -> float | None:
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """Return a node's arguments by the names in its operation's schema, defaults included.
+    """Return a node's arguments by the names in its operation's schema, including defaults.
 
     Without a schema, positional arguments are named "0", "1" and so on.
     """
@@ -64,7 +64,7 @@ def arguments(node: Node) -> dict[str, Any]:
 
 @functools.cache
 def _read_schema(target: Any) -> tuple[tuple[str, ...], dict[str, Any]] | None:
-    """Return the names of an operation's arguments, and the defaults of those that have one."""
+    """Return the names of an operation's arguments, and the defaults by name; None without a schema."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return None
@@ -75,14 +75,14 @@ def _read_schema(target: Any) -> tuple[tuple[str, ...], dict[str, Any]] | None:
 
 
 def shape_of(node: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor node, () for anything else; a size that depends on values is 0."""
+    """Return the shape of a tensor node, () for other values; a size that depends on data is 0."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     sizes = value.shape if isinstance(value, torch.Tensor) else ()
     return tuple(map(whole_size, sizes))
 
 
 def has_known_size(node: Any) -> bool:
-    """Return whether all sizes of a tensor node are known, none of them dependent on values."""
+    """Return whether no size of a tensor node depends on data."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     sizes = value.shape if isinstance(value, torch.Tensor) else ()
     return all(isinstance(x, int) or x.node.hint is not None for x in sizes)
@@ -101,12 +101,12 @@ def is_float(node: Any) -> bool:
 
 
 def is_split(node: Any) -> bool:
-    """Return whether a value is the list of parts of another one."""
+    """Return whether a node returns the list of parts of a tensor."""
     return is_kind(node, "split", "unbind")
 
 
 def slice_bounds(node: Node) -> tuple[int, int] | None:
-    """Return the first index and the end of a slice along its dimension; None if they depend on values."""
+    """Return the first index and the end of a slice along its dimension; None if they depend on data."""
     given, shape = arguments(node), shape_of(node.args[0])
     size = shape[int(given.get("dim", 0)) % max(len(shape), 1)]
     start, stop = given.get("start") or 0, given.get("end")
@@ -124,11 +124,10 @@ def _clip(index: int, size: int) -> int:
 
 
 def list_mixed(node: Node) -> list[int]:
-    """Return the dimensions along which a node of the graph moves elements to other places.
+    """Return the dimensions along which pooling, upsampling, padding or repetition moves elements.
 
-    Of pooling, upsampling, padding and repetition, with as many dimensions as the input. A dimension may
-    keep its size: pooling with a stride of 1 takes means of neighbours, and padding by (1, -1) moves
-    every element.
+    Input and result must have the same rank. Such a dimension may keep its size: pooling with a stride
+    of 1 computes means of neighbours, and padding by (1, -1) moves every element.
     """
     given, shape = arguments(node), shape_of(node)
     rank = len(shape)
@@ -143,7 +142,7 @@ def list_mixed(node: Node) -> list[int]:
 
 
 def read_order(node: Node) -> list[int]:
-    """Return, for each dimension of a permutation's result, the dimension of its input."""
+    """Return, for each dimension of a permutation's result, the input's dimension that it was."""
     coded = torch.empty(tuple(range(2, 2 + len(shape_of(node.args[0])))), device="meta")
     return [size - 2 for size in node.target(coded, *node.args[1:], **node.kwargs).shape]  # type: ignore[operator]
 
@@ -177,10 +176,10 @@ _MOVING = (
 
 
 def read_magnitude(node: Node, number: float) -> float:
-    """Return the magnitude of a number that an operation takes; 0 of the sentinel of a mask.
+    """Return the magnitude of a number among an operation's arguments; 0 if it is the fill value of a mask.
 
-    A sentinel fills, or it multiplies a mask: `(1 - mask) * torch.finfo(dtype).min`. What else is
-    multiplied by such a number, or has it added, gets as large.
+    A mask's value is filled in, or it multiplies a mask: `(1 - mask) * torch.finfo(dtype).min`. If such
+    a number multiplies another value or is added to one, it counts.
     """
     size = abs(float(number))
     found = find_operation(operation(node))
@@ -193,14 +192,14 @@ def read_magnitude(node: Node, number: float) -> float:
 
 
 def _is_mask(node: Node) -> bool:
-    """Return whether a value is made of booleans or integers alone, as `1 - mask` is."""
+    """Return whether a value is computed from booleans or integers alone, such as `1 - mask`."""
     while is_kind(node, *_MOVING) and len(node.all_input_nodes) == 1 and is_float(node):
         (node,) = node.all_input_nodes
     return not is_float(node)
 
 
 def smallest_constant(value: Any) -> float:
-    """Return the smallest magnitude of the constants that make up a value; 0 if it depends on data."""
+    """Return the smallest magnitude among the constants of a value; 0 if it depends on data."""
     if isinstance(value, (int, float)):
         return abs(float(value))
     if not isinstance(value, Node):

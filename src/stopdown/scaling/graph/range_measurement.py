@@ -1,11 +1,11 @@
-"""How large every value of a captured call gets, measured by running its graph in fp32.
+"""Measurement of the magnitude of every value of a captured call, by running its graph in fp32.
 
-The graph was captured in the dtype to come; it is run here with every 16-bit dtype read as fp32, so
-that nothing overflows and nothing is lost below. Values that hold the sentinels of a mask (the
-smallest fp16 number, or -inf) are measured without them.
+The graph was captured in the dtype in which the module will run. Here all its 16-bit dtypes are
+replaced by fp32, so that nothing overflows or underflows. Values with fill values of a mask (the
+smallest fp16 number, or -inf) are measured without these.
 
-Not covered: what a fused kernel keeps to itself (attention scores), and inputs larger than
-the ones that it is given.
+Not covered: intermediate values inside a fused kernel (attention scores), and inputs larger than the
+given ones.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Range:
 
     Attributes:
         amax: largest magnitude.
-        rms: root of the mean square.
+        rms: root mean square.
         least: smallest positive magnitude.
-        certain: True when no input makes `amax` larger; False when it was measured.
-        bound: what no input makes it larger than, where `amax` was measured; infinite if that is unknown.
-        least_stored: a bound holds where the largest is stored no smaller than this.
-        unbounded: it was measured because no rule gives a bound: it may be NaN as well as Inf.
+        certain: True if `amax` is a bound for all inputs; False if it was measured.
+        bound: bound for all inputs if `amax` was measured; infinite if there is none.
+        least_stored: the bound holds if the largest magnitude is at least this after scaling.
+        unbounded: measured because no rule returns a bound, so the value may be NaN as well as Inf.
     """
 
     amax: float
@@ -68,7 +68,7 @@ class Range:
         return self.amax if self.certain else self.bound
 
     def merged(self, other: Range) -> Range:
-        """Return a range that holds for both; its typical size is the smaller one that is not 0."""
+        """Return a range that holds for both; its RMS is the smaller of the two that is not 0."""
         sizes = [x for x in (self.rms, other.rms) if x > 0]
         least = min((x for x in (self.least, other.least) if x > 0), default=0.0)
         certain = self.certain and other.certain
@@ -79,7 +79,7 @@ class Range:
 
 
 Ranges = Mapping[str, tuple[Range, ...]]
-"""Node name to the ranges of its blocks: one where the value is not split."""
+"""Node name to the ranges of its blocks; a single one if the value has one exponent."""
 
 
 def run_capture(
@@ -91,21 +91,22 @@ def run_capture(
     kept_clamps: frozenset[Node] = frozenset(),
     known: Ranges | None = None,
 ) -> tuple[dict[str, tuple[Range, ...]], tuple[torch.Tensor, ...]]:
-    """Run a captured call in fp32; return the range of every float value and parameter, and the outputs.
+    """Run a captured call in fp32; return the ranges of all float values and parameters, and the outputs.
 
     The outputs are those of the 16-bit graph, computed in fp32. They differ from those of the module in
-    fp32 where code that runs only in fp16 is part of the model: a kept clamp.
+    fp32 if the model has code that only runs in fp16: a kept clamp.
 
     Args:
-        kept_clamps: clamps at fp16's maximum that are part of the model's computation.
-        known: ranges of an earlier call; its weights are not measured again.
+        blocks: values that have several exponents, and the blocks that are measured separately.
+        kept_clamps: clamps at fp16's maximum that belong to the model; others are skipped.
+        known: ranges of an earlier call, whose weights are not measured again.
 
     Raises:
-        ScalingError: the number of tensors is not that of the capture, or an input, a weight or an output
-            holds NaN or Inf in fp32.
+        ScalingError: if the number of tensors is not that of the capture, or if an input, a weight or
+            an output has NaN or Inf in fp32.
 
-    Cost: one forward in fp32, one pass and one host read for each value. Of weights that
-    wait in their files, one operation's are there at a time.
+    Cost: one forward in fp32, one pass and one host read for each value. Weights that are still in
+    files are loaded for one operation at a time.
     """
     tensors = flatten_call(args, kwargs)
     if len(tensors) != len(capture.inputs):
@@ -123,7 +124,7 @@ def run_capture(
 
 @contextlib.contextmanager
 def _leaving_vmap() -> Iterator[None]:
-    """Leave the `vmap` regions that a graph is still in when it fails; PyTorch keeps them open."""
+    """Leave the `vmap` regions in which a graph fails, as PyTorch would keep them open."""
     before = torch._C._functorch.maybe_current_level() or 0
     try:
         yield
@@ -142,7 +143,7 @@ def merge_ranges(first: Ranges, second: Ranges) -> dict[str, tuple[Range, ...]]:
 
 
 def find_masked(capture: Capture) -> frozenset[Node]:
-    """Find the values that carry a mask's sentinels."""
+    """Return the values that contain fill values of a mask, such as -inf."""
     masked: set[Node] = set()
     for node in capture.graph.graph.nodes:
         if has_trait(node, "unmasks") or is_range_clamp(node) or not is_float(node):
@@ -157,7 +158,7 @@ def find_masked(capture: Capture) -> frozenset[Node]:
 
 
 def find_sentinels(constant: Any) -> torch.Tensor:
-    """Mark the elements of a constant that hold the lowest number of a format, or -Inf.
+    """Mark the elements of a constant that equal the lowest number of a format or -Inf, as masks have.
 
     Return booleans of its shape; `[]` if it is no floating tensor.
     """
@@ -168,10 +169,10 @@ def find_sentinels(constant: Any) -> torch.Tensor:
 
 
 def find_saturating(graph: torch.fx.Graph, ranges: Ranges) -> frozenset[Node]:
-    """Find the values that may overflow to Inf without harm, since only saturating functions read them.
+    """Return the values that may overflow to Inf without harm, as only saturating functions read them.
 
-    One is the cube inside a tanh-approximated GELU, which overflows fp16 from 41 on. On the way to the
-    function, a number may multiply such a value, and values in range may be added to it.
+    One is the cube inside a tanh-approximated GELU, which overflows fp16 from 41 on. Before the
+    function, numbers may multiply such a value, and values in range may be added to it.
     """
     harmless: set[Node] = set()
     for node in reversed(graph.nodes):
@@ -193,13 +194,13 @@ def _saturates(user: Node, node: Node, harmless: set[Node], ranges: Ranges) -> b
 
 @dataclass(frozen=True)
 class _Weight:
-    """A parameter that waits in its file: it is read for each operation, and let go."""
+    """Placeholder for a parameter in a file, which is loaded for each operation that reads it."""
 
     node: Node
 
 
 class _Runner(torch.fx.Interpreter):
-    """Runs a captured graph in fp32 and keeps the ranges of what passes."""
+    """Interpreter that runs a captured graph in fp32 and records the range of each value."""
 
     blocks: Mapping[Node, Blocks]
     kept_clamps: frozenset[Node]
@@ -285,7 +286,7 @@ class _Runner(torch.fx.Interpreter):
         return Range(amax, rms, least)
 
     def _check_squares(self, node: Node, value: torch.Tensor) -> None:
-        """Refuse a norm whose sum of squares is Inf in fp32, where it returns its bias."""
+        """Raise an error for a norm whose sum of squares is Inf in fp32: it would return its bias."""
         known = self.ranges.get(node.all_input_nodes[0].name, ())
         if max((x.amax for x in known), default=0.0) ** 2 * value.numel() < _FP32_LARGEST:
             return
@@ -311,7 +312,7 @@ class _Runner(torch.fx.Interpreter):
 
 
 def _call(target: Any, args: Any, kwargs: Any) -> Any:
-    """Call an operation in fp32; if its kernel takes 16 bits alone (flash attention), call it in bf16."""
+    """Call an operation in fp32, or in bf16 if its kernel accepts only 16-bit dtypes (flash attention)."""
     try:
         return target(*args, **kwargs)
     except RuntimeError:

@@ -1,15 +1,15 @@
-"""How one call of a module reads its parameters and arguments, as a set of marks that two calls can share.
+"""Record of how a call uses its parameters and arguments: a set of marks, comparable between two calls.
 
-A call is run on tensors without values. Each function of torch gets a mark: its name, the module and the
-lines of code that it is called from, and the marks of the tensors that it is given. A parameter's mark is
-its name, so the mark of a value says all that was done to make it. Sizes are no part of a mark. If every
-mark of a call is one of another call's, the equations of that one hold for it: each of its values can have
-the exponent of the value with the same mark.
+A call is run on tensors without values. Each torch function gets a mark: a hash of its name, the module
+and the lines of code that it is called from, and the marks of its tensor arguments. A parameter's mark
+is its name, so the mark of a value covers all operations that computed it. Sizes are not part of a
+mark. If all marks of a call are among another call's, the equations of that other call hold for it:
+each of its values can have the exponent of the value with the same mark.
 
-**Catches** parameters that one call reads and another does not, or that are added to another value; values
-that are computed anew instead; other functions, parts and outputs; what is written into a tensor.
-**Does not catch** rows and columns of activations that sizes choose; numbers that differ and are not 0;
-functions that torch's modes do not see.
+**Catches** parameters that only one of the calls reads, or that are added to another value; values that
+are computed instead; other functions, parts and outputs; writes into tensors.
+**Does not catch** rows and columns of activations that sizes select; numbers that differ and are not 0;
+functions that torch's modes don't intercept.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _ASKING = frozenset(
         *("grad_fn", "itemsize", "element_size", "storage_offset", "untyped_storage", "get_device"),
     )
 )
-"""Functions that say something of a tensor and give none."""
+"""Functions and attributes that describe a tensor and return none."""
 
 _SAME = frozenset(
     (
@@ -82,7 +82,7 @@ _SAME = frozenset(
         *("clone", "contiguous", "alias", "requires_grad_", "detach_"),
     )
 )
-"""Functions that give the same values, in another dtype or place."""
+"""Functions that return the same values in another dtype, device or memory."""
 
 _POWERS = frozenset(("pow", "__pow__", "__rpow__", "__ipow__", "pow_", "float_power"))
 _PICKING = frozenset(("__getitem__", "select"))
@@ -90,18 +90,20 @@ _JOINING = frozenset(("cat", "concat", "concatenate", "stack", "hstack", "vstack
 
 
 class Readings(TorchFunctionMode):
-    """The marks of what runs meanwhile.
+    """Torch function mode that records a mark for each torch function called while it is active.
 
     Attributes:
         found: marks of functions and outputs.
     """
 
     def __init__(self, paths: ModulePaths, root: types.CodeType, blocked: Collection[str]) -> None:
-        """
+        """Prepare an empty record.
+
         Args:
-            paths: knows the module that runs.
-            root: the code that makes the call; its own callers are no part of a mark.
-            blocked: names of tensors whose rows or columns differ in exponent; marks tell which are read.
+            paths: tracks which module runs.
+            root: code object that makes the call; frames outside it are not part of a mark.
+            blocked: names of tensors whose rows or columns differ in exponent. Their marks include
+                which of these are read.
         """
         super().__init__()
         self.found: set[int] = set()
@@ -164,7 +166,7 @@ class Readings(TorchFunctionMode):
         self._held.append(tensor)
 
     def _write(self, tensor: torch.Tensor, mark: int) -> None:
-        """Record that every tensor in the same memory holds other values from now on."""
+        """Record a write in place: all tensors that share the memory have other marks from now on."""
         self.found.add(mark)
         place = _find_memory(tensor)
         self._written[place] = hash((self._written.get(place), mark))
@@ -179,7 +181,7 @@ class Readings(TorchFunctionMode):
         return mark
 
     def _find_place(self) -> int:
-        """Return a hash of the lines of code that led here."""
+        """Return a hash of the call stack up to the code that makes the call."""
         place: list[int] = []
         frame: types.FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code is not self._root:

@@ -1,13 +1,13 @@
-"""Modules that are called alike are traced once; of the others the first one's nodes are copied.
+"""Reuse of traces: of all module calls that are alike, only the first is traced; the others copy its nodes.
 
-The 42 blocks of a transformer differ in their parameters' names alone, and so do the calls that a decoder
-makes of its blocks for one frame after the other. Two calls are alike if the modules are built alike
-(classes, plain attributes, shapes and dtypes of weights, casts) and are given arguments alike. Copying
-nodes takes a tenth of the time of tracing.
+The 42 blocks of a transformer differ only in their parameters' names, and so do the calls that a
+decoder makes of its blocks for one frame after the other. Two calls are alike if the modules are built
+alike (classes, plain attributes, shapes and dtypes of weights, casts) and receive arguments alike.
+Copying nodes takes a tenth of the time of tracing.
 
-A call is copied only if its nodes are all that it did. It is traced where it changed its module or a list
-that it was given, wrote into its arguments or weights, read a tensor from elsewhere, or made a constant;
-and where the module has hooks or a `forward` that are not Stopdown's own.
+A call is copied only if its nodes are its only effect. It is traced if it changes its module or a list
+among its arguments, writes into its arguments or weights, reads a tensor from elsewhere, or makes a
+constant; or if the module has hooks or a `forward` that are not Stopdown's.
 
 Not covered: code that changes other objects than its own module.
 """
@@ -38,32 +38,35 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _COMPARED = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
-"""Attributes of modules that are not compared as others are."""
+"""Attributes of modules that are compared in their own way, not as plain values."""
 
 _OF_STORAGE = {
     *(torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_.default),
     torch.ops.aten.as_strided_scatter.default,
 }
-"""Operations that count from the start of the storage: where in it an argument begins is not compared."""
+"""Operations whose offsets count from the start of the storage; the offset of an argument in its
+storage is not compared."""
 
 _NUMBER = "layer_idx"
-"""The attribute by which blocks of Transformers find their entry in a cache, where there is one. It is not
-compared where no code reads it."""
+"""Attribute by which blocks of Transformers find their entry in a cache. It is not compared if no code
+reads it."""
 
 _READ = ("num_calls", "module_stack", "submodule_paths", "enable_attr_proxy", "tensor_tracker")
-"""What is read of PyTorch's tracer; where one of them is missing nothing is copied."""
+"""Attributes of PyTorch's tracer that are used here; if one is missing, nothing is copied."""
 
 Note = tuple["CallObserver", Any]
-"""Whose hook noted something of a call, and what."""
+"""An observer, and what its function returned for one call."""
 
 
 @dataclass(eq=False)
 class CallObserver:
-    """A hook that notes something of each call of a module, also of a call that is copied.
+    """Hook that records a value for each call of a module, including calls that are copied.
 
     Attributes:
-        kind: tells apart the hooks of one module.
-        found: gets what is noted, in the order of the calls.
+        path: path of the module.
+        kind: distinguishes several observers of one module.
+        note: computes the value from the hook's arguments.
+        found: list to which each value is appended, in the order of the calls.
     """
 
     path: str
@@ -77,7 +80,13 @@ class CallObserver:
 
 @dataclass(frozen=True)
 class _Given:
-    """The arguments of a call: the nodes of its tensors, and what tells it from others."""
+    """Arguments of a call, in the form in which calls are compared.
+
+    Attributes:
+        leaves, spec: the flattened arguments and their structure.
+        nodes: distinct nodes of the tensors among them.
+        sign: equal for calls that are given arguments alike.
+    """
 
     leaves: list[Any]
     spec: Any
@@ -87,15 +96,16 @@ class _Given:
 
 @dataclass(frozen=True)
 class _Traced:
-    """A call that was traced, and that others are copied from.
+    """A traced call, from which others are copied.
 
     Attributes:
-        nodes: in order, each with the modules around it: number among the module's parts, how often that
-            part had been called before, class.
-        given, weights: nodes that stand for arguments and weights.
-        calls: how often each part was called.
-        notes: path of a part, beneath the module's, kind of hook, and what it noted.
-        output: leaves; a node stands for a tensor, and `_Argument` for one that was given.
+        nodes: in order, each with the modules around it: index among the module's parts, number of
+            earlier calls of that part within the call, class.
+        given, weights: nodes of the arguments and weights, which copies replace by their own.
+        calls: number of calls of each part.
+        notes: path of a part relative to the module, kind of observer, and the recorded value.
+        output, spec: leaves and structure of the output. A tensor is represented by its node, an
+            argument that was returned by `_Argument`.
     """
 
     nodes: list[tuple[Node, list[tuple[int, int, str]]]]
@@ -113,10 +123,13 @@ class _Argument:
 
 
 class Repeats:
-    """Copies calls of a module's parts while it is traced.
+    """Copies repeated calls of a module's parts while it is traced.
+
+    Args:
+        notes: list to which the observers of copied calls append their values.
 
     Attributes:
-        copied: calls that were not traced.
+        copied: number of calls that were copied.
     """
 
     def __init__(self, root: torch.nn.Module, notes: list[Note]) -> None:
@@ -141,7 +154,7 @@ class Repeats:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Copy repeated calls, rather than trace them again, while this thread traces."""
+        """Copy repeated calls instead of tracing them, while this thread traces."""
         own, plain = threading.get_ident(), vars(proxy_tensor._ModuleStackTracer)["call_module"]
 
         def call_module(tracer: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -256,7 +269,7 @@ class Repeats:
 
 
 class _Number:
-    """The numbers of some modules, which have them no longer; of others it hides nothing."""
+    """Class attribute that replaces the `layer_idx` of some modules, and records each read of it."""
 
     def __init__(
         self, numbers: Mapping[torch.nn.Module, int], reads: list[torch.nn.Module]
@@ -281,7 +294,7 @@ def _has_global_hooks() -> bool:
 
 
 def _sign_surroundings() -> Any:
-    """Return the state beside its arguments that code depends on: gradients, autocast, default dtype."""
+    """Return the global state that code may depend on: gradients, autocast, default dtype, modes."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -292,7 +305,7 @@ def _sign_surroundings() -> Any:
 
 
 def _name(graph: torch.fx.Graph, target: Any) -> str | None:
-    """Return the name that a traced operation asks for; None if it is no operation of torch."""
+    """Return the name that tracing would give to an operation's node; None if it is no torch operation."""
     packet = getattr(target, "overloadpacket", None)
     return None if packet is None else graph._target_to_str(packet.__name__)
 
@@ -315,7 +328,7 @@ def _list_paths(tracer: Any, module: torch.nn.Module) -> list[str]:
 
 
 def _find_node(tracer: Any, tensor: Any) -> Node | None:
-    """Return the node of a tensor; None if it has none or its value is known."""
+    """Return the node of a traced tensor; None if it has none or is a constant."""
     slot = proxy_tensor.get_proxy_slot(tensor, tracer, None)
     if slot is None or slot.constant is not None:
         return None
@@ -379,7 +392,7 @@ def _tell_output(tracer: Any, output: Any, given: _Given) -> tuple[list[Any], An
 
 
 def _are_whole(nodes: list[Node], known: set[Node | None], output: list[Any]) -> bool:
-    """Return whether nodes read only each other and known ones, and all sizes are numbers."""
+    """Return whether nodes read only each other and known ones, and no size depends on data."""
     made = {*nodes}
     return all(x in made for x in output if isinstance(x, Node)) and all(
         node.op == "call_function"
@@ -400,7 +413,7 @@ def _has_numbers(value: Any) -> bool:
 def _place(
     nodes: list[Node], depth: int, numbers: Mapping[str, int], calls: Mapping[str, int]
 ) -> list[list[tuple[int, int, str]]] | None:
-    """Return the modules around each node, as in `_Traced`; None if one lies elsewhere."""
+    """Return the modules around each node as in `_Traced.nodes`; None if one is no part of the module."""
     placed = []
     for node in nodes:
         found = []
@@ -416,7 +429,7 @@ def _place(
 def _make_output(
     tracer: Any, known: _Traced, places: Mapping[Any, Any], given: _Given
 ) -> list[Any]:
-    """Return the leaves of a copied call's output."""
+    """Make the leaves of a copied call's output: fake tensors, each attached to its copied node."""
     made: dict[Node, Any] = {}
     with torch._C.DisableTorchFunction(), proxy_tensor.disable_proxy_modes_tracing():
         for node in (x for x in known.output if isinstance(x, Node)):
@@ -444,9 +457,9 @@ def _sign_tensor(tensor: Any) -> Any:
 
 
 class _Description:
-    """What decides what the code of a module does; of two that are equal, one stands for the other.
+    """Comparable description of everything that decides what a module's code does.
 
-    What cannot be looked into is like itself alone.
+    Objects of unknown kinds compare by identity.
     """
 
     def __init__(self, module: torch.nn.Module, held: list[Any]) -> None:
@@ -456,7 +469,7 @@ class _Description:
         self._held, self._around = held, set[int]()
 
     def sign(self) -> Any:
-        """Return a description to compare; None if foreign hooks or a replaced `forward` may do more."""
+        """Return the description; None if foreign hooks or a replaced `forward` may have other effects."""
         told = []
         for part in self._parts:
             hooks = self._sign_hooks(part)
@@ -535,11 +548,11 @@ class _Description:
 
 
 class _Plain:
-    """An object that has attributes and nothing else."""
+    """Empty class, whose instances have a `__dict__` and no other state."""
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Return whether all state of an object is in its attributes, as for an attention processor."""
+    """Return whether all state of an object is in its `__dict__`, as for an attention processor."""
     kind = type(value)
     sizes = kind.__basicsize__, kind.__itemsize__
     return sizes == (_Plain.__basicsize__, _Plain.__itemsize__) and hasattr(value, "__dict__")
