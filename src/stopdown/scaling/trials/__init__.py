@@ -1,1 +1,1 @@
-"""Candidates for a module: searched, tried by a call, and compared with its fp32 output."""
+"""Search for exponents of a module's calls, with trials against its fp32 output."""

@@ -1,12 +1,12 @@
-"""The fall-back for a module that exponents do not do for: hooks tell which of its matrices fp16 can hold.
+"""Fallback for modules that exponents can't fix: hooks measure which of their matrices fp16 can represent.
 
-No exponents can be found when the code cannot be traced, and some code does not run with them. But
-what a linear or convolution is given and gives back can be seen by hooks while it runs in fp32. Those
-whose weights, inputs and outputs stay within fp16 run in fp16 between casts; the others, and everything
-between them (sums, norms, products of two values), stay in fp32. That is tried before it is believed.
+If code can't be traced, no exponents can be found, and some code doesn't run with them. But hooks can
+measure the inputs and outputs of linears and convolutions during a run in fp32. Those whose weights,
+inputs and outputs fit into fp16 run in fp16 between casts. The others, and everything between (sums,
+norms, products of two values), stay in fp32. A trial run then checks the result.
 
-Not covered: matrices that a module multiplies without calling the submodule that holds them: they stay in
-fp32.
+Not covered: matrices that a module multiplies without calling the submodule that owns them: they stay
+in fp32.
 """
 
 from __future__ import annotations
@@ -45,12 +45,17 @@ MOST_NAMED = 5
 _FORMULAS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: count_attention_on_cpu,
 }
-"""What torch's counter of floating-point operations lacks."""
+"""Formulas of operations that PyTorch's FLOP counter lacks."""
 
 
 @dataclass
 class _Matrix:
-    """What one linear or convolution reached, weight and bias included."""
+    """Measurements of one linear or convolution.
+
+    Attributes:
+        amax: largest magnitude of its inputs, outputs, weight and bias.
+        flops: FLOPs of all its calls.
+    """
 
     amax: float
     flops: float = 0.0
@@ -58,11 +63,12 @@ class _Matrix:
 
 @dataclass
 class _Seen:
-    """What the calls of a module showed.
+    """Measurements of a module's calls.
 
     Attributes:
-        matrices: path to what it reached; only those that were called.
-        flops: of all calls, products of two values included.
+        matrices: path of each linear or convolution that was called to its measurements.
+        outputs: output tensors of each call.
+        flops: matmul FLOPs of all calls, including products of two values.
     """
 
     matrices: dict[str, _Matrix] = field(default_factory=dict)
@@ -76,14 +82,14 @@ def scale_by_hooks(
     failure: Failure,
     reference: Callable[[], Reference] | None = None,
 ) -> Scaling:
-    """Select the matrices of a module that run in fp16, all else in fp32; nothing is folded.
+    """Select the matrices of a module that run in fp16 while all else stays fp32; nothing is folded.
 
     Args:
-        module: in fp32, whose calls cannot be captured, or do not run with exponents in place.
-        failure: why; its words go into the note of the result.
-        reference: returns the reference that the calls are tried against; None tries none.
+        module: module in fp32 whose calls can't be captured, or don't run with exponents.
+        failure: the reason, which becomes part of the result's note.
+        reference: returns the reference for a trial; None for no trial.
 
-    Cost: a forward in fp32 for each call, and one in fp16 (not of large calls on a processor).
+    Cost: a forward in fp32 for each call, and one in fp16 (not of large calls on a CPU).
     """
     seen = _observe(module, calls)
     narrow = [path for path, x in seen.matrices.items() if _fits(x.amax)]
@@ -138,7 +144,7 @@ def _look(seen: _Seen, path: str, part: Any, args: Any, kwargs: Any, output: tor
 
 
 def _reach(value: torch.Tensor) -> float:
-    """Return the largest magnitude; Inf if a value is not finite."""
+    """Return the largest magnitude; inf if any value is not finite."""
     return measure_amax(value) if bool(value.isfinite().all()) else math.inf
 
 
@@ -177,9 +183,9 @@ def _describe(
 
 
 def _find_wide(module: torch.nn.Module, narrow: list[str]) -> list[str]:
-    """List the modules with parameters of their own that stay in fp32; their inputs must be fp32, too.
+    """List the modules with own parameters that stay in fp32, as their inputs must be fp32 too.
 
-    The component's own hook does not do for all: a layer at its component call may cast its arguments back.
+    A cast of the component's inputs alone doesn't suffice: its code may cast its arguments back.
     """
     return [
         path

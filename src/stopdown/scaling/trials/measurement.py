@@ -1,4 +1,4 @@
-"""Calls of a module, captured in fp16, with the ranges that their values have in fp32."""
+"""Captures of a module's calls in fp16, with the ranges of their values measured in fp32."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from stopdown.scaling.trials.residual import with_stream
 from stopdown.scaling_records import Operands, ResidualStream
 
 FEW_FRAMES = 5
-"""Frames after which a decoder of videos that goes from frame to frame has run all of its modules."""
+"""Frames after which a video decoder that works frame by frame has run all of its modules."""
 
 
 class Captures:
-    """Captures of calls as they run in fp16, each made once: as a call is, and the last with a stream."""
+    """Cache of captures of calls in fp16: for each call the plain one and the last with a stream."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, bool], tuple[PlainCall, ResidualStream | None, Capture]] = {}
@@ -39,7 +39,7 @@ class Captures:
         self._clamping: dict[int, tuple[PlainCall, bool]] = {}
 
     def take(self, call: PlainCall, stream: ResidualStream | None = None) -> Capture:
-        """Capture a call of the unchanged module, with its residual stream in fp32 or as it is.
+        """Capture a call of the unchanged module, with its residual stream in fp32 or in the model's dtype.
 
         Cost: a capture (seconds), the first time.
         """
@@ -57,9 +57,10 @@ class Captures:
         return self._made[key][2]
 
     def take_short(self, call: PlainCall) -> Capture:
-        """Capture a call as it is; if it decodes a video, only a few frames and tiles of it.
+        """Capture a call in the model's dtypes; if it decodes a video, only a few frames and tiles of it.
 
-        It has every module of the whole call, at their dtypes; sizes and the number of operations differ.
+        It contains every module of the whole call, with the same dtypes; sizes and the number of
+        operations differ.
 
         Cost: a capture (seconds), the first time.
         """
@@ -73,7 +74,7 @@ class Captures:
         return _capture_streamed(*call, stream, plain and plain[2].operands)
 
     def keeps_clamps(self, call: PlainCall, made: Capture) -> bool:
-        """Return whether a clamp at fp16's maximum belongs to the model: its fp32 call has one as well.
+        """Return whether a clamp at fp16's maximum belongs to the model: the call in fp32 has one as well.
 
         Cost: a capture, the first time, if the call has such a clamp.
         """
@@ -85,9 +86,9 @@ class Captures:
 
 
 def cut_sizes(call: PlainCall) -> PlainCall:
-    """Return a call of `decode` with fewer frames and tiles; any other call as it is.
+    """Return a call of `decode` with fewer frames and tiles; any other call is returned unchanged.
 
-    Its code goes the same way: through all modules, and over the seams between tiles.
+    Its code takes the same path: through all modules, and over the seams between tiles.
     """
     function, args, kwargs = call
     is_decode = getattr(function, "__name__", "") == "decode" and len(args) == 1
@@ -108,7 +109,7 @@ def cut_sizes(call: PlainCall) -> PlainCall:
 
 
 def _find_tile(module: Any, name: str) -> int | None:
-    """Return the height or width of latents beyond which a decoder works in tiles, if it is known."""
+    """Return the height or width of latents beyond which a decoder works in tiles; None if unknown."""
     for attribute in (f"tile_latent_min_{name}", "tile_latent_min_size"):
         if isinstance(found := getattr(module, attribute, None), int):
             return found
@@ -125,7 +126,7 @@ def measure_kinds(
 ) -> list[MeasuredCall]:
     """Measure the ranges of calls with the given residual stream.
 
-    A kind has one capture with the merged ranges of its calls; more where its path depends on values.
+    A kind has one capture with the merged ranges of its calls; several if its path depends on values.
 
     Cost: a capture for each kind (seconds), and a forward in fp32 for each call.
     """
@@ -146,9 +147,12 @@ def add_call(
     captures: Captures,
     stream: ResidualStream | None = None,
 ) -> None:
-    """Measure one more call of a kind: merged with that of its path, or an entry of its own.
+    """Measure one more call of a kind, and add it to `found`.
 
-    Cost: a forward in fp32; a capture as well (seconds) for a path that was not seen.
+    Its ranges are merged with those of a call that took the same path, or it becomes an entry of its
+    own.
+
+    Cost: a forward in fp32, and a capture (seconds) for a new path.
     """
     call, args, kwargs = one
     answers = note_answers(call, args, kwargs) if found and found[0].capture.answers else ()
@@ -169,7 +173,8 @@ def _capture_streamed(
     """Capture a call with its residual stream in fp32.
 
     Args:
-        operands: the casts that give the operands of the call one dtype as it is; None finds them.
+        operands: casts that the call needs without the stream, as its code mixes dtypes; None finds
+            them.
     """
     answers: Answers = ()
     if operands is None:  # of the stream none are found: what it mixes is refused
@@ -188,7 +193,7 @@ def _capture_streamed(
 
 
 def capture_answered(call: PlainCall, stream: ResidualStream | None, answers: Answers) -> Capture:
-    """Capture a call whose code read tensors' values, with the given answers to it."""
+    """Capture a call whose code reads tensor values, with the given results of these reads."""
     function, args, kwargs = call
     if stream is None:
         return capture_call(function, args, kwargs, dtype=torch.float16, answers=answers)
@@ -216,7 +221,7 @@ def _clamps_anyway(one: PlainCall) -> bool:
 def measure_again(
     known: MeasuredCall, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> MeasuredCall:
-    """Measure another call of a kind that is captured already, and merge its ranges with the earlier ones.
+    """Measure another call of a kind that is captured already; return it with the merged ranges.
 
     Cost: one forward in fp32.
     """

@@ -1,19 +1,19 @@
-"""An fp32 residual stream: which modules of a component write it, read it and multiply beside it.
+"""Choice of casts for an fp32 residual stream: at modules that write to it, read it or multiply.
 
-Torch promotes fp32 + fp16 to fp32 by itself. So a sum becomes fp32 as soon as what its *writers*
-(the last linear of a branch, an embedding, a first convolution) return is widened; norms that read
-it keep their few parameters in fp32; and every module that multiplies matrices casts what reaches
-it in fp32 to fp16 first. Layers that are next to no work stay in fp32 as a whole: linears that multiply
-one row for each picture, the timestep's embedding, and small layers that read the stream itself.
-Writers are found in the captured graph: module outputs that reach a sum of two values or a norm. What
-functional attention reads (query, key, value, their norms and rotations, a position bias) stays in
-fp16, because its operands must agree.
+PyTorch promotes fp32 + fp16 to fp32. So a sum becomes fp32 as soon as the outputs of its *writers* (the
+last linear of a branch, an embedding, a first convolution) are cast to fp32. Norms that read it keep
+their few parameters in fp32, and every module that multiplies matrices first casts its fp32 inputs to
+fp16. Layers with almost no work stay in fp32 as a whole: linears that multiply one row for each
+picture, the timestep's embedding, and small layers that read the stream itself. Writers are found in
+the captured graph: module outputs that reach a sum of two values or a norm. The inputs of functional
+attention (query, key, value, their norms and rotations, a position bias) stay in fp16, because its
+operands need one dtype.
 
-An fp32 module can be such a stream of its own: its linears and convolutions in 16 bits, all else in it
-in fp32, and a cast back where it ends.
+An fp32 module can contain such a stream of its own: its linears and convolutions are in 16 bits, all
+else in it is fp32, and its output is cast back.
 
-Not covered: products that a model makes of stream values without a linear or convolution of a module:
-their operands, and all that is summed into them, stay in fp16.
+Not covered: products of stream values without a linear or convolution of a module: their operands, and
+all that is summed into these, stay in fp16.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from stopdown.scaling.graph.nodes import arguments, is_float, is_kind, operation
 from stopdown.scaling_records import ResidualStream
 
 LARGEST_KEPT = 1 << 17
-"""Parameters beside the matrices are kept in fp32 up to this many values: norms, gates, tables."""
+"""Largest number of values in a parameter, such as of a norm, gate or table, that is kept in fp32."""
 
 MOST_WIDE_FLOPS = 0.03
-"""Share of a call's products that layers which read the stream itself may do in fp32."""
+"""Largest share of a call's products that layers which read the stream itself may do in fp32."""
 
 _WEIGHTED = ("linear", *CONVOLUTIONS, "matrix", "table")
 _SUMMING = ("power", "square", "rsqrt", "variance", "variance_mean", *NORMS)
@@ -59,12 +59,13 @@ def find_stream(
     """Find the modules at which a component's residual stream is cast to fp32 and back.
 
     Args:
-        captures: its calls, captured in the dtype that its matrices are to have.
-        attention: narrow the inputs of modules with functional attention as well: some of them
-            cast query and key to the dtype of their input.
-        rows: keep layers with little work in fp32: linears outside of lists of blocks that multiply one row
-            for each picture (embeddings of a timestep, which every block reads), and layers that read the
-            stream with no norm between (shortcuts, downsamplers), which its bounds would scale down most.
+        captures: its calls, captured in the dtype of its matrices.
+        attention: cast the inputs of modules with functional attention to that dtype as well, as some
+            of them cast query and key to the dtype of their input.
+        rows: keep layers with little work in fp32: linears outside lists of blocks that multiply one
+            row for each picture (embeddings of a timestep, which every block reads), and layers that
+            read the stream without a norm between (shortcuts, downsamplers), whose bounds would scale
+            it down most.
     """
     readers = [_Reader(capture) for capture in captures]
     matrices = {path for reader in readers for path in reader.matrices}
@@ -101,14 +102,14 @@ def open_fp32_modules(
     fp32_modules: Sequence[str],
     captures: Sequence[Capture],
 ) -> ResidualStream | None:
-    """Find the casts that keep the products inside fp32 modules in 16 bits, all else in fp32.
+    """Choose casts that keep the products inside fp32 modules in 16 bits, and all else in fp32.
 
     The outputs of the linears and convolutions inside them are cast to fp32, and multiplied there if
-    needed: a sum with a table that nothing scales is fp32, and the products beside it are not. None when no
-    fp32 module has such modules inside.
+    needed. A sum with a table that nothing scales is fp32 then, and the products beside it are not.
+    Return None if no fp32 module contains such layers.
 
     Args:
-        captures: its calls, in the dtype that its matrices are to have.
+        captures: its calls, in the dtype of its matrices.
     """
     matrices = {path for capture in captures for path in _Reader(capture).matrices}
     inner = {p for p in matrices if is_inside(p, *(x for x in fp32_modules if x != p))}
@@ -137,7 +138,7 @@ def open_fp32_modules(
 def with_stream(
     module: torch.nn.Module, stream: ResidualStream | None, dtype: torch.dtype
 ) -> Iterator[frozenset[str]]:
-    """Put a stream's hooks on a module during a capture; yield the names of its fp32 parameters."""
+    """Register a stream's hooks on a module during a capture; yield the names of its fp32 parameters."""
     with Patches() as patches:
         if stream is not None:
             put_stream(module, stream, dtype, patches)
@@ -145,7 +146,7 @@ def with_stream(
 
 
 def demand_agreement(plain: Capture, streamed: Capture) -> None:
-    """Refuse a stream under which operands or outputs would not have the dtype that they need."""
+    """Refuse a stream with which operands or outputs wouldn't have the required dtypes."""
     mixed = find_mixed_operands(streamed.graph)
     mixed += find_mixed_operands(streamed.graph, "attention", *NORMS)
     if mixed:
@@ -156,7 +157,7 @@ def demand_agreement(plain: Capture, streamed: Capture) -> None:
 
 
 def measure_wide_flops(capture: Capture) -> float:
-    """Share of a call's matmul FLOPs whose operands are fp32 or wider; 0 when there are none."""
+    """Return the share of a call's matmul FLOPs whose operands are fp32 or wider; 0 without any."""
     flops = {node: count_node_flops(node) for node in capture.graph.graph.nodes}
     wide = sum(
         size
@@ -167,14 +168,15 @@ def measure_wide_flops(capture: Capture) -> float:
 
 
 class _Reader:
-    """What one captured call says about a component's stream.
+    """Roles of the modules and parameters in one captured call for a residual stream.
 
     Attributes:
-        matrices: paths of the modules that multiply with a parameter, or look one up.
-        attentions: paths of the modules whose own code makes products of two values.
-        inner: those of `matrices` whose output functional attention reads.
-        writers: those of them whose output reaches a sum or a norm.
+        matrices: paths of the modules that multiply by a parameter.
+        attentions: paths of the modules whose own code multiplies two activations.
+        inner: paths of the modules whose weighted output functional attention reads.
+        writers: paths of the modules whose weighted output reaches a sum or a norm.
         narrow: parameters that are matrices, or that functional attention reads.
+        beside: parameters that are small enough to stay in fp32.
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -193,7 +195,7 @@ class _Reader:
         }
 
     def norms(self, kept: set[str]) -> set[str]:
-        """List the paths of the modules that normalise with parameters kept in fp32."""
+        """Return the paths of the modules that normalise with parameters kept in fp32."""
         found = set()
         for node in self.nodes:
             if is_kind(node, *NORMS) and node not in self.interior:
@@ -216,7 +218,7 @@ class _Reader:
         return isinstance(weight, Node) and _origin(weight).name in self.capture.parameters
 
     def _find_interior(self) -> set[Node]:
-        """Find all values that products of two values read, back to the modules that wrote them."""
+        """Find all values that functional products read, directly or through other operations."""
         found: set[Node] = set()
         waiting = [x for n in self.nodes if self._is_functional(n) for x in n.all_input_nodes]
         while waiting:
@@ -229,14 +231,14 @@ class _Reader:
         return found
 
     def _is_functional(self, node: Node) -> bool:
-        """Return whether an operation is a product of two values in the narrow dtype."""
+        """Return whether an operation multiplies two activations in the narrow dtype."""
         if node in self.weighted or not is_float(node):
             return False
         is_product = count_node_flops(node) > 0 or is_kind(node, "einsum")
         return is_product and node.meta["val"].dtype == self.capture.dtype
 
     def _is_writer(self, node: Node) -> bool:
-        """Return whether a module's result reaches a sum of two values, or a norm."""
+        """Return whether a result reaches a sum of two values, or a norm, outside its module."""
         path, seen, waiting = module_path(node), {node}, [node]
         if not path or node in self.interior:
             return False
@@ -259,7 +261,7 @@ class _Reader:
 
 
 def _find_embedding(module: torch.nn.Module, readers: Sequence[_Reader]) -> set[str]:
-    """Find linears outside of lists of blocks that multiply one row for each picture in every call."""
+    """Find linears outside lists of blocks that multiply one row for each picture in every call."""
     lists = [x for x, part in module.named_modules() if isinstance(part, torch.nn.ModuleList)]
     single, many = set[str](), set[str]()
     for reader in readers:
@@ -272,7 +274,7 @@ def _find_embedding(module: torch.nn.Module, readers: Sequence[_Reader]) -> set[
 
 
 def _find_bare_readers(readers: Sequence[_Reader]) -> set[str]:
-    """Find layers that read the stream itself, the least work first, up to `MOST_WIDE_FLOPS` in a call."""
+    """Find layers that read the stream itself, up to `MOST_WIDE_FLOPS`, least work first."""
     found: set[str] = set()
     for reader in readers:
         flops = {node: count_node_flops(node) for node in reader.nodes}
@@ -289,7 +291,7 @@ def _find_bare_readers(readers: Sequence[_Reader]) -> set[str]:
 
 
 def _is_bare(layer: Node) -> bool:
-    """Return whether a layer reads a sum of two values, neither from a norm, moved and joined or not."""
+    """Return whether a layer reads a sum of two values, possibly rearranged, without a norm between."""
     read = _trace(arguments(layer).get("input"))
     return any(
         _sums(node) and not is_kind(node, *_SUMMING) and not _shifts_norm(node) for node in read
@@ -302,7 +304,7 @@ def _shifts_norm(total: Node) -> bool:
 
 
 def _trace(value: object, *kinds: str) -> set[Node]:
-    """Find the sources of a value, back through rearrangements and through operations of these kinds."""
+    """Find the sources of a value, back through rearrangements and operations of these kinds."""
     found: set[Node] = set()
     waiting = [value]
     while waiting:
@@ -317,7 +319,7 @@ def _trace(value: object, *kinds: str) -> set[Node]:
 
 
 def _has_floats(node: Node) -> bool:
-    """Return whether a value or one of its parts is floating: query, key and value of one projection."""
+    """Return whether a value, or one in a list of parts such as query, key and value, is floating."""
     parts = node.meta.get("val")
     if not isinstance(parts, (tuple, list)):
         return is_float(node)
@@ -325,7 +327,7 @@ def _has_floats(node: Node) -> bool:
 
 
 def _origin(node: Node) -> Node:
-    """Return the source of a value before views and casts."""
+    """Return the source of a value before views, casts and other operations with one input."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node

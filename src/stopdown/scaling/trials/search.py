@@ -1,17 +1,17 @@
-"""What is tried to bring calls into fp16's range, in which order, and what of it is taken.
+"""Search order: which ways of bringing calls into fp16's range are tried, and which result is used.
 
-A strategy finds something or says why not. `take_first` tries strategies in order and takes the first
-that does; where none does, the cheapest of what was found. There are three lists of them, one inside the
-other:
+A strategy returns a result or raises an error with the reason. `take_first` tries strategies in order
+and returns the first acceptable result; if there is none, the cheapest of all results. There are three
+nested lists of strategies:
 
-- `scale_calls`: an fp32 residual stream where it is asked for, the stream as the model has it, an fp32
-  one where that came out worse than bf16, hooks;
+- `scale_calls`: an fp32 residual stream if requested, the stream in the model's dtype, an fp32 stream
+if that was worse than bf16, hooks;
 - `scale_by_bounds`, `scale_unmeasured`: all bounds, then fewer and fewer loose ones (`LOOSEST_BITS`);
-- `find_scaling`: `RELAXATIONS` of one problem: headroom first, then a little in fp32, then hardly any
-  headroom, then as much in fp32 as it takes.
+- `find_scaling`: `RELAXATIONS` of one problem: full headroom, then a few modules in fp32, then hardly
+any headroom, then as many modules in fp32 as it takes.
 
-Not covered: larger ranges in other calls (the result is calibrated, not certified), and what a fused
-kernel keeps to itself.
+Not covered: larger ranges in other calls (the result is calibrated, not certified), and intermediate
+values inside a fused kernel.
 """
 
 from __future__ import annotations
@@ -81,37 +81,41 @@ from stopdown.scaling.trials.underflow import check_underflow
 from stopdown.scaling_records import ResidualStream, Scaling
 
 CHEAP = 200.0
-"""A solution by folding alone that costs less is taken without trying multiplies."""
+"""A solution by folding alone that costs less is used without a search for multiplies."""
 
 FEW_MODULES = 100
-"""Up to this many modules are searched for multiplies one by one."""
+"""In a problem with more modules than this, modules that are alike are first searched as one for
+multiplies."""
 
 LOOSEST_BITS = (math.inf, 40.0, 30.0, 24.0, 20.0, 17.0, 14.0, 11.0, 8.0, 5.0, 2.0)
-"""How much looser than measured a bound may be, tried one after the other."""
+"""Bits by which a bound may exceed the measured range and still be used; tried one after the other."""
 
 MOST_SHAPES = 8
-"""Of so many calls of one signature the sizes are kept; others are compared with them when they come."""
+"""Number of calls of one signature whose sizes are recorded; calls with others are compared with them
+when they come."""
 
 LOW_WEIGHT_BITS = -12.0
-"""A weight of typical size below this loses bits in fp16."""
+"""log2 of the typical size below which a weight loses bits in fp16."""
 
 MORE_STRAIN_BITS = 0.05
-"""What bounds may cost: bits that are lost so, in the mean over the weights. A tenth of a bit shows in
-the output (a CogVideoX 9 % further from fp32, a Wan 25 %), a twentieth does not."""
+"""Bits that bounds may cost in this way, in the mean over the weights. A tenth of a bit shows in the
+output (a CogVideoX 9 % further from fp32, a Wan 25 %), a twentieth doesn't."""
 
 MORE_TABLE_BITS = 1.0
-"""The same of one table of embeddings, which all later values rest on: a T5 whose table is stored with
-2**-13.7 is 12 % further from fp32 than with 2**-9.7, with 2**-14.7 77 %, with 2**-15.7 3.3 times as far."""
+"""Bits that bounds may cost one embedding table, on which all later values depend: a T5 whose table is
+stored times 2**-13.7 is 12 % further from fp32 than with 2**-9.7, with 2**-14.7 77 %, with 2**-15.7 3.3
+times as far."""
 
 MOST_STRAIN_BITS = 0.5
-"""The same where bounds are asked for: beyond it fp16 falls behind bf16."""
+"""Mean bits lost over the weights that are accepted if bounds are requested: beyond it fp16 is worse
+than bf16."""
 
 MORE_MULTIPLIES = 1
-"""What bounds may cost besides: one output of a module multiplied, which no bit is lost by."""
+"""Number of further multiplies that bounds may cost; these lose no bits."""
 
 VANISHING_BITS = -22
-"""What is below 2 to this has two bits left in fp16, or none: the largest value of a parameter as it is
-stored, or an activation of size 1 as it is computed."""
+"""log2 of a size that has two significant bits in fp16, or fewer: the largest value of a parameter
+after scaling, or an activation of size 1 as it is computed."""
 
 Found = TypeVar("Found")
 StopReason = CaptureError | ScalingError
@@ -120,11 +124,13 @@ Find = Callable[[torch.nn.Module, Sequence[MeasuredCall]], Scaling]
 
 @dataclass(frozen=True)
 class Candidate(Generic[Found]):
-    """Something to try.
+    """A strategy of a search.
 
     Attributes:
-        does: whether that is taken at once; what is not may still be the cheapest in the end.
-        find_late: finds it where `find` was postponed; None lets whoever asks for this find it.
+        find: returns a result, or raises the reason why there is none.
+        does: whether a result is accepted at once. Rejected results are compared by price at the end.
+        find_late: computes the result if `find` postponed it; None passes the postponement to the
+            caller.
     """
 
     find: Callable[[], Found]
@@ -133,7 +139,7 @@ class Candidate(Generic[Found]):
 
 
 class PostponedError(Exception):
-    """What is looked for takes long, and is known not to do: it counts only where nothing does."""
+    """Raised by a strategy that is slow and known to be rejected. It runs only if all others fail."""
 
 
 def take_first(
@@ -142,10 +148,11 @@ def take_first(
     price: Callable[[Found], Any] = lambda found: 0,
     left: list[StopReason] | None = None,
 ) -> Found:
-    """Return the first strategy's result that is good enough; else the cheapest one, the first of equals.
+    """Return the first accepted result of the strategies; else the cheapest result, the first of equals.
 
     Args:
-        left: receives the error of each strategy that found nothing, as they are tried.
+        price: price of a rejected result.
+        left: receives the error of each strategy that has no result, in order.
     """
     left, found = [] if left is None else left, dict[int, Found]()
     late = dict[int, Callable[[], Found]]()
@@ -178,11 +185,11 @@ def take_first(
 
 @dataclass(frozen=True)
 class Relaxation:
-    """What exponents may cost.
+    """Limits on what exponents may cost.
 
     Attributes:
-        headroom_bits: what every 16-bit value must keep.
-        fp32_flops: share of the matmul work that may be done in modules kept in fp32; 0 for no module.
+        headroom_bits: headroom that every 16-bit value must keep.
+        fp32_flops: largest share of the matmul FLOPs in modules kept in fp32; 0 for no such modules.
     """
 
     headroom_bits: float
@@ -196,12 +203,12 @@ RELAXATIONS = (
     Relaxation(ASKED_BITS, fp32_flops=1.0),
     Relaxation(HARDLY_BITS, fp32_flops=1.0),
 )
-"""Hardly any headroom holds for the calls that were measured and for few others: a few hundredths of the
-work in fp32 are better, all of it is not."""
+"""Relaxations in the order in which they are tried. Hardly any headroom holds for the measured calls
+and few others: a few hundredths of the work in fp32 are better, all of it is not."""
 
 
 def choose_multiplies(module: torch.nn.Module, wider: Problem, bits: float) -> Problem:
-    """Keep multiplies, in a module with many of them, only where they pay if like modules scale alike."""
+    """Restrict multiplies, if there are many, to those that pay when modules that are alike scale alike."""
     if len(wider.multiplies) <= FEW_MODULES:
         return wider
     merged = merge_alike(wider, name_likenesses(module))
@@ -210,7 +217,7 @@ def choose_multiplies(module: torch.nn.Module, wider: Problem, bits: float) -> P
 
 
 def _solve_with_fp32(problem: Problem, bits: float, *, whole: bool) -> Solution | None:
-    """Solve a problem with modules in fp32; if these may not be the whole component, first look at that."""
+    """Solve a problem with modules in fp32; first check if that is the whole, if this is not allowed."""
     if not whole and needs_whole(problem, hard_top_bits=ASKED_BITS):
         return Solution({}, ("",), math.inf)
     return solve_problem(problem, hard_top_bits=bits, fp32_modules=True)
@@ -237,15 +244,15 @@ def find_scaling(
     """Find the cheapest exponents that keep the measured calls in range.
 
     Args:
-        stream: under which the calls were measured.
-        fp32_modules: let modules be kept in fp32.
-        whole: let the whole component be kept in fp32, where that is the cheapest.
-        statements: of these calls with other ranges, where exponents are looked for several times.
-        postpones: do not look for modules to keep in fp32 where no exponents do without.
+        stream: residual stream with which the calls were measured.
+        fp32_modules: allow modules to stay in fp32.
+        whole: allow the whole component to stay in fp32, if that is the cheapest.
+        statements: cache of stated problems, for several searches that differ in ranges.
+        postpones: postpone the search for fp32 modules if no exponents suffice without them.
 
     Raises:
-        PostponedError: no exponents do without modules in fp32.
-        ScalingError: no exponents keep the calls in range.
+        PostponedError: if `postpones`, and no exponents suffice without fp32 modules.
+        ScalingError: if no exponents keep the calls in range.
     """
     state = cache(partial(
         (statements or Statements()).state, module, calls,
@@ -303,7 +310,7 @@ def _find_cheaply(module: torch.nn.Module, state: Callable[..., Problem], bits: 
 
 
 def _list_foldings(problem: Problem) -> list[Problem]:
-    """List a problem with one exponent for all columns of a weight, which DoRA needs, and as it is."""
+    """List the problem with one exponent for all columns of a weight, as DoRA needs, and then as it is."""
     tied = tie_columns(problem)
     return [problem] if tied is None else [tied, problem]
 
@@ -316,11 +323,11 @@ def find_folds(
     free: Collection[str] | None = (),
     narrow: Collection[str] = (),
 ) -> Scaling | None:
-    """Find exponents by folding alone, which files can hold; None if there are none.
+    """Find exponents by folding alone, which weight files can store; return None if there are none.
 
     Args:
-        groups: `module.path.attribute` of eps that only change together.
-        free: others that may change, each by itself; None for all. The rest stays as it is.
+        groups: groups of `module.path.attribute` of eps that change by the same factor.
+        free: further eps that may change independently; None for all. The rest stays fixed.
         narrow: classes of modules inside which fp32 values must fit into fp16 as well.
     """
     problem = state_problem(module, calls, narrow=narrow)
@@ -337,7 +344,7 @@ def find_folds(
 
 
 def _is_stored(place: str) -> bool:
-    """Return False for a clamp's bound that fp16 rounds to 0: nothing stored in fp16 lies below it."""
+    """Return False for a clamp's limit that fp16 rounds to 0: no positive fp16 value is below it."""
     number = read_clamp(place.rpartition(".")[2])
     return number is None or number > FP16.smallest / 2
 
@@ -352,14 +359,14 @@ def scale_by_bounds(
     find: Find = find_scaling,
     find_in_fp16: Find | None = None,
 ) -> Scaling:
-    """Find exponents that rest on bounds: wherever bounds exist, or where they cost nothing.
+    """Find exponents that rest on bounds as far as possible, or only where they cost almost nothing.
 
     Args:
-        kinds: the captured and measured calls.
-        ranges: `bound` or `auto`.
+        kinds: captured and measured calls.
+        ranges: `bound` (as far as possible) or `auto` (at almost no cost).
         find: finds exponents for calls.
-        find_in_fp16: the same without modules in fp32. It is used if the measured ranges need none, and a
-            bound holds with hardly any headroom, too.
+        find_in_fp16: the same without fp32 modules; used if the measured ranges need none, as bounds
+            also hold with hardly any headroom.
 
     Cost: one or two passes over the weights for each kind, and up to a dozen solutions after each.
     """
@@ -387,16 +394,16 @@ def scale_unmeasured(
     find: Callable[..., Scaling] = find_scaling,
     encoded: float = EMBEDDINGS,
 ) -> Scaling:
-    """Find exponents from the weights alone: no value was measured, typical sizes are guessed.
+    """Find exponents from the weights alone: no value was measured, and typical sizes are estimates.
 
-    Exponents that leave the least in fp32 are taken, of these the ones with the most bounds.
+    The result has the least work in fp32 and, among equals, the most bounds.
 
     Args:
-        module: fake; only its modules and their attributes are looked at.
-        calls: captured calls and the arguments that they were captured with.
-        load: gives a parameter or buffer by name.
+        module: fake module; only its submodules and their attributes are used.
+        calls: captures, each with the arguments that it was made with.
+        load: returns a parameter or buffer by name.
         find: finds exponents for calls, as `find_scaling`.
-        encoded: the limit of encoders' outputs.
+        encoded: limit of encoder outputs.
 
     Cost: one or two passes over the weights for each call, and up to a dozen solutions after each.
     """
@@ -414,12 +421,13 @@ def scale_unmeasured(
 def _give_room(
     bind: Callable[..., BoundedCalls], search: Callable[[BoundedCalls], Scaling]
 ) -> tuple[BoundedCalls, Scaling]:
-    """Bound values and find exponents; give weights stored low more room if that certifies more.
+    """Bound values and find exponents; repeat with more allowance for low weights if it certifies more.
 
-    How low a weight is stored is known when its exponent is, and that rests on the bounds.
+    How low a weight is stored is known only with its exponent, which depends on the bounds.
 
     Args:
-        bind: makes bounds; with the loose room for parameters of these names, and those before.
+        bind: computes bounds, or with a list of names and earlier bounds, bounds with the loose
+            allowance for these parameters.
     """
     bounded = bind()
     found = search(bounded)
@@ -457,7 +465,7 @@ def _list_bounds(
 
 
 def _find_wide(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
-    """Apply `find_visible` to mixed ranges; measured values get `CALIBRATED_BITS` more headroom."""
+    """Apply `find_visible` to mixed ranges; add the `CALIBRATED_BITS` that measured ones include."""
     scaling = find_visible(find, module, calls)
     bits = scaling.measured_bits
     return replace(scaling, measured_bits=None if bits is None else bits + CALIBRATED_BITS)
@@ -486,7 +494,7 @@ def find_visible(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCa
 def _list_stored(
     scaling: Scaling, calls: Sequence[MeasuredCall]
 ) -> Iterator[tuple[str, float, int]]:
-    """Yield each parameter, the log2 of its largest value as stored, and its lowest exponent."""
+    """Yield each parameter, the log2 of its largest magnitude after scaling, and its lowest exponent."""
     for call in calls:
         for node, name in call.capture.parameters.items():
             largest = max((part.amax for part in call.ranges.get(node, ())), default=0.0)
@@ -500,13 +508,13 @@ def _list_folds(scaling: Scaling, name: str) -> list[int]:
 
 
 def is_visible(found: Scaling, best: Scaling, calls: Sequence[MeasuredCall]) -> bool:
-    """Return whether a scaling has no more fp32 than the best, and weights keep most of their bits."""
+    """Return whether a scaling has no more fp32 than the best one, and loses few bits of its weights."""
     more = _measure_strain(found, calls) - _measure_strain(best, calls)
     return _is_as_narrow(found, best) and more <= MOST_STRAIN_BITS
 
 
 def is_free(found: Scaling, best: Scaling, calls: Sequence[MeasuredCall]) -> bool:
-    """Return whether a scaling costs next to nothing: no more fp32, one more multiply, few lost bits."""
+    """Return whether a scaling costs almost nothing: no more fp32, at most one multiply, few lost bits."""
     more = _measure_strain(found, calls) - _measure_strain(best, calls)
     of_tables = _measure_tables(found, calls) - _measure_tables(best, calls)
     return (
@@ -526,7 +534,8 @@ def _is_as_narrow(found: Scaling, best: Scaling) -> bool:
 def _measure_strain(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
     """Return the mean number of bits by which the typical sizes of folded weights are too low.
 
-    Biases are left out: the bits that they lose are below the last place of the sum they are added to.
+    Biases are left out: the bits that they lose are below the last place of the sum to which they are
+    added.
     """
     lost = [
         _measure_lost(scaling, call, node)
@@ -538,7 +547,7 @@ def _measure_strain(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
 
 
 def _measure_tables(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
-    """Return the most bits by which the typical sizes of an embedding table are too low."""
+    """Return the most bits by which the typical size of an embedding table is too low."""
     tables = [
         (call, strip_casts(arguments(node)["weight"]).name)
         for call in calls
@@ -568,23 +577,24 @@ def scale_calls(
     *,
     verify: bool = True,
 ) -> Scaling:
-    """Find exponents and try them: with the stream asked for, then the other, then by hooks on matrices.
+    """Find exponents for calls and try them: with the requested stream, then the other, then by hooks.
 
-    Hooks find the matrices that fp16 can hold, of a module without a graph or whose code does not run
-    with its exponents in place.
+    Hooks find the matrices that fp16 can represent, for a module that can't be captured or whose code
+    doesn't run with exponents.
 
     Args:
-        kinds: calls by kind: those of one kind share a graph.
+        kinds: calls by kind: those of one kind have the same graph.
         residual: `native` or `fp32`.
         ranges: `measured`, `bound` or `auto`.
         verify: run the first call of each kind with the exponents, as `try_scaling` does.
 
     Raises:
-        CaptureError: there is no graph, and hooks do not do either.
-        ScalingError: there are no exponents, they are not exact, or the module does not run with them.
+        CaptureError: if there is no graph, and hooks don't suffice either.
+        ScalingError: if there are no exponents, they are not exact, or the module doesn't run with
+            them.
 
-    Cost: a capture for each kind (two or three with an fp32 residual), a forward in fp32 for each call, and
-        those of `try_scaling`.
+    Cost: a capture for each kind (two or three with an fp32 residual), a forward in fp32 for each call,
+    and those of `try_scaling`.
     """
     search = _CallSearch(module, kinds, ranges, verify)
     return take_first(search.list_strategies(residual), left=search.left)
@@ -592,7 +602,13 @@ def scale_calls(
 
 @dataclass
 class _CallSearch:
-    """Tries what may bring the calls of one module into range."""
+    """Search for the scaling of one module's calls.
+
+    Attributes:
+        left: errors of the strategies that failed.
+        captures: cache of captures.
+        unsolved: error of a problem without a solution, after which hooks are tried.
+    """
 
     module: torch.nn.Module
     kinds: Sequence[Sequence[PlainCall]]
@@ -603,7 +619,7 @@ class _CallSearch:
     unsolved: ScalingError | None = None
 
     def list_strategies(self, residual: str) -> Iterator[Candidate[Scaling]]:
-        """Yield the strategies that the failures before them leave a chance."""
+        """Yield the strategies that still have a chance after the failures of earlier ones."""
         if residual == "fp32":
             yield Candidate(self._find_streamed)
         if not self._failed(CaptureError):
@@ -643,7 +659,7 @@ class _CallSearch:
         return replace(scaling, trial=try_scaling(self.module, scaling, self._reference))
 
     def _scale(self, stream: ResidualStream | None) -> Scaling:
-        """Find exponents with whole modules in fp32, or without their products if that leaves less fp32."""
+        """Find exponents with whole modules in fp32, or only parts of them if that is less fp32."""
         kinds = measure_kinds(self.module, self.kinds, self.captures, stream)
         if not self.verify:
             check_underflow(self.module, kinds, stream)
@@ -689,14 +705,14 @@ class _CallSearch:
 def plan_stream(
     module: torch.nn.Module, calls: Sequence[PlainCall], captures: Captures
 ) -> ResidualStream:
-    """Plan where a module's residual stream becomes fp32 in these calls.
+    """Choose the casts of an fp32 residual stream with which these calls of a module can run.
 
     Args:
-        captures: gets those of the calls as they are, and with the stream.
+        captures: cache that receives the captures with and without the stream.
 
     Raises:
-        CaptureError: the code cannot be traced, whatever the stream.
-        ScalingError: it cannot, and why.
+        CaptureError: if the code can't be traced, whatever the stream.
+        ScalingError: if the stream can't be fp32; its text has the reason.
 
     Cost: two to five captures for each call (seconds).
     """

@@ -1,16 +1,16 @@
-"""What exponents claim, tried: the module is run with them, in fp32 and then cast as it is to run.
+"""Trial of candidate exponents: run the module with them in fp32, then cast as it will run.
 
-In fp32 every bit of the outputs must be what it was; autocast that its code enters is off for that.
-Cast, each call must return: the same containers and shapes, every value finite, and no more error than
-bf16 makes (`ROUNDED_ONCE` is always allowed), or than `LARGEST_ERROR` where bf16 does not run. Each run
-begins with the random numbers of the one before and gets containers of its own, so a call that draws
-noise or writes into a list that it is given is the same call every time.
+In fp32 every bit of the outputs must be unchanged; autocast that the code enters is disabled for that.
+After the cast, each call must return the same containers and shapes, only finite values, and no larger
+error than bf16 (`ROUNDED_ONCE` is always allowed), or than `LARGEST_ERROR` if bf16 doesn't run. Each
+run starts from the same random state and gets its own containers. So a call that draws noise, or writes
+into a list among its arguments, is the same call every time.
 
-**Catches** operands that do not agree once they are cast, NaN, Inf, other shapes or containers, outputs
-that are not those of fp32.
-**Does not catch** other calls than these, and says so of calls of more than `MOST_FLOPS_ON_CPU` on a
-processor, of operations that the device lacks in fp16, and of calls that draw noise: in another format
-it is another, so their error is not compared.
+**Catches** operands whose dtypes don't agree after the cast, NaN, Inf, other shapes or containers,
+outputs that differ from those of fp32.
+**Does not catch** other calls than these. Some are reported as untried: calls of more than
+`MOST_FLOPS_ON_CPU` on a CPU, and operations that the device lacks in fp16. Calls that draw noise are
+run but not compared, as noise differs by format.
 """
 
 from __future__ import annotations
@@ -41,21 +41,25 @@ from stopdown.scaling.folding.folds import cast_, fold_scaling
 from stopdown.scaling_records import Scaling, Trial
 
 LARGEST_ERROR = 0.05
-"""Relative 2-norm error against fp32 that is not believed where bf16 does not run."""
+"""Largest relative error (2-norm) against fp32 that is accepted if bf16 doesn't run."""
 
 ROUNDED_ONCE = 2.0**-11
-"""The same that is believed whatever bf16 makes: rounding to fp16 changes a value by as much."""
+"""Relative error (2-norm) that is accepted whatever that of bf16: rounding to fp16 changes a value by
+as much."""
 
 MOST_FLOPS_ON_CPU = 2e13
-"""A call with more of them is not tried on a processor: it would take many minutes."""
+"""A call with more FLOPs is not tried on a CPU, where it would take many minutes."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One call of a module as it was found.
+    """One call of the unchanged module.
 
     Attributes:
-        bf16_rel_err: of the same call in bf16; None where that does not run.
+        output: what it returned.
+        draws: whether it drew random numbers.
+        flops: FLOPs of its linears and convolutions.
+        bf16_rel_err: error of the same call in bf16 against this output; None if that doesn't run.
     """
 
     output: Any
@@ -66,11 +70,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the calls of a module gave before anything was changed.
+    """Calls of a module with their outputs before anything was changed.
 
     Attributes:
-        runs: one for each call, in their order.
-        is_fp32: the module was in fp32, so that rescaling must not change a bit.
+        calls: the calls.
+        runs: one for each call, in the same order.
+        is_fp32: whether the module was in fp32, so that rescaling must not change a bit.
     """
 
     calls: tuple[PlainCall, ...]
@@ -79,10 +84,10 @@ class Reference:
 
 
 def run_reference(module: torch.nn.Module, calls: Sequence[PlainCall]) -> Reference:
-    """Run calls of the unchanged module; of a module in fp32 run those to be tried in bf16, too.
+    """Run calls of the unchanged module; if it is in fp32, also run those to be tried in bf16.
 
     Raises:
-        ScalingError: it does not run in fp32, or its result depends on state kept between calls.
+        ScalingError: if it doesn't run in fp32, or if its result depends on state kept between calls.
 
     Cost: a forward for each call, and one in bf16; the outputs are kept.
     """
@@ -104,9 +109,9 @@ def run_reference(module: torch.nn.Module, calls: Sequence[PlainCall]) -> Refere
 def _refuse_kept_state(
     module: torch.nn.Module, call: PlainCall, run: Run, kept: KeptState, *, is_fp32: bool
 ) -> None:
-    """Refuse a module whose first call returns other values when repeated, because of kept state.
+    """Raise an error for a module whose first call returns other values when repeated, due to kept state.
 
-    Cost: a forward if a call wrote anything.
+    Cost: a forward if the first call wrote any state.
     """
     names = kept.list_changes()
     if not names or run.draws:
@@ -125,7 +130,7 @@ def _refuse_kept_state(
 
 
 _REFUSES_FP32 = re.compile(r"fp16|float16")
-"""In messages of kernels that take 16 bits alone: flash's and sage's attention."""
+"""Matches error messages of kernels that accept only 16-bit dtypes, such as flash and sage attention."""
 
 
 def _explain_refusal(module: torch.nn.Module, error: Exception) -> ScalingError:
@@ -137,11 +142,11 @@ def _explain_refusal(module: torch.nn.Module, error: Exception) -> ScalingError:
 
 
 def try_scaling(module: torch.nn.Module, scaling: Scaling, reference: Reference) -> Trial:
-    """Put exponents on a module, run its calls in fp32 and in fp16, and take them off again.
+    """Apply a scaling to a module, run its calls in fp32 and in fp16, and undo the scaling.
 
     Raises:
-        TrialError: a call raises in fp16, or returns something else than in fp32.
-        ScalingError: in fp32 the module's outputs are not bit for bit the same.
+        TrialError: if a call raises in fp16, or if its output is not that of fp32.
+        ScalingError: if in fp32 the module's outputs are not bit for bit the same.
 
     Cost: a forward in fp32 and one in fp16 for each call.
     """
@@ -171,7 +176,7 @@ def run_call(
 ) -> tuple[Any, bool]:
     """Run a call; return its output and whether it drew random numbers. The generators are restored.
 
-    It gets copies of its tensors and containers, so that the same call can be made again.
+    It receives copies of its tensors and containers, so that the call can be repeated.
     """
     given = pytree.tree_map_only(torch.Tensor, torch.clone, (args, dict(kwargs or {})))
     weight = next(module.parameters(), None)
@@ -189,7 +194,7 @@ def run_call(
 
 
 def count_layer_flops(layer: Any, given: torch.Tensor, output: torch.Tensor) -> float:
-    """Count the floating-point operations of one call of a linear or convolution, without the bias."""
+    """Count the FLOPs of one call of a linear or convolution, without the bias."""
     shapes = {"input": given.shape, "weight": layer.weight.shape}
     is_transposed = getattr(layer, "transposed", False)
     return count_flops("linear", shapes, output.shape, transposed=is_transposed)
@@ -197,7 +202,7 @@ def count_layer_flops(layer: Any, given: torch.Tensor, output: torch.Tensor) -> 
 
 @contextmanager
 def _counting(module: torch.nn.Module) -> Iterator[list[float]]:
-    """Count the FLOPs of every linear and convolution called inside the block."""
+    """Append the FLOPs of each call of a linear or convolution in the block to the list that is yielded."""
     counts: list[float] = []
 
     def count(part: Any, args: Any, output: torch.Tensor) -> None:
@@ -241,7 +246,10 @@ def _may_run(module: torch.nn.Module, run: Run) -> bool:
 
 
 def _run_cast(module: torch.nn.Module, call: PlainCall, dtype: torch.dtype) -> Any:
-    """Run a call with floating arguments in `dtype`; times stay in fp32, unless it fails with them."""
+    """Run a call with floating arguments cast to `dtype`; vectors and numbers, such as times, stay fp32.
+
+    If the call fails with those in fp32, it is run again with all arguments cast.
+    """
     function, args, kwargs = call
     given = _cast_all((args, dict(kwargs or {})), dtype, least_dim=2)
     with WideProducts():
@@ -253,10 +261,11 @@ def _run_cast(module: torch.nn.Module, call: PlainCall, dtype: torch.dtype) -> A
 
 
 class WideProducts(TorchFunctionMode):
-    """Linears and convolutions of 16 bits on a processor summed in fp32 and rounded once, as devices do.
+    """Torch function mode that computes 16-bit linears and convolutions on a CPU in fp32 and rounds once.
 
-    A processor without instructions for such a format takes many times as long for its own. Operands of
-    several dtypes are left to the kernel, which refuses them, and a capture shows the products of the code.
+    Accelerators sum in fp32 too, and a CPU without instructions for a format takes many times as long
+    in it. Operands of several dtypes go to the kernel, which refuses them. In a trace the code's own
+    products are recorded.
     """
 
     def __torch_function__(
@@ -303,7 +312,7 @@ def _demand_equal(module: torch.nn.Module, reference: Reference) -> None:
 
 
 def _find_shared_memory(module: torch.nn.Module) -> tuple[str, ...]:
-    """Find two parameters that are separate objects and share memory; return their names, or ()."""
+    """Return the names of two separate parameters whose memory overlaps, or ()."""
     ends: dict[int, list[tuple[int, int, str]]] = {}
     for name, weight in module.named_parameters():
         if weight.numel() and not is_away(weight):
@@ -366,12 +375,12 @@ def _try_calls(module: torch.nn.Module, reference: Reference) -> Trial:
 
 
 def _lacks_kernel(error: Exception) -> bool:
-    """Return whether an error says that the device lacks a kernel; a plain RuntimeError in torch 2.6.0."""
+    """Return whether an error means that the device lacks a kernel; in torch 2.6.0 it is a RuntimeError."""
     return isinstance(error, NotImplementedError) or "not implemented for '" in str(error)
 
 
 def _demand_alike(output: Any, run: Run) -> None:
-    """Check that a call returns the same containers, shapes and kinds of values as in fp32, all finite."""
+    """Check that a call returns fp32's containers, shapes and types, and only finite values."""
     leaves, spec = pytree.tree_flatten(output)
     before, known = pytree.tree_flatten(run.output)
     tensors, wanted = list(iterate_tensors(output)), list(iterate_tensors(run.output))
@@ -395,11 +404,11 @@ def _outline(spec: Any) -> str:
 
 
 def describe_excess(error: float, bf16_error: float | None) -> str:
-    """Return how far a result is off, in words, if that is more than is believed; else "".
+    """Describe an error that is too large to be accepted; return "" for others.
 
     Args:
-        error: relative 2-norm against fp32.
-        bf16_error: that of the same call in bf16; None where that does not run.
+        error: relative 2-norm of the difference from fp32.
+        bf16_error: that of the same call in bf16; None if that doesn't run.
     """
     if error <= (LARGEST_ERROR if bf16_error is None else max(ROUNDED_ONCE, bf16_error)):
         return ""
@@ -416,7 +425,7 @@ def _refuse(why: str) -> TrialError:
 
 
 def measure_error(output: Any, reference: Any) -> float:
-    """Return the relative 2-norm of the difference, of the worst tensor; 0.0 if all are zero.
+    """Return the relative 2-norm of the difference for the worst tensor; 0.0 if no tensor differs.
 
     Values that are not finite in the reference are left out.
     """

@@ -1,13 +1,13 @@
-"""What fp16's subnormal numbers cost a module, estimated from measured ranges, without a trial.
+"""Estimate of the error that fp16's subnormals cause in a module, from measured ranges and without a trial.
 
-Exponents keep values from being small where they may change them. The result of a sigmoid or a softmax
-has none: `sigmoid(-14.5)` is 5e-7, and fp16 holds three bits of it. How much of that reaches an output
-depends on what comes behind: a product keeps the relative error, a sum with something larger hides it.
-So the error of each value is followed through the graph by its typical size.
+Exponents keep most values from being too small. The result of a sigmoid or a softmax has none:
+`sigmoid(-14.5)` is 5e-7, for which fp16 has three bits. How much of that error reaches an output
+depends on later operations: a product preserves the relative error, a sum with a larger value hides it.
+So the error of each value is propagated through the graph by typical sizes.
 
-**Catches** values without an exponent, in fp16, whose typical size is too small for it.
-**Does not catch** small values among large ones in the same tensor; errors that cancel or add up in step;
-values that were not measured.
+**Catches** fp16 values without an exponent whose typical size is too small for fp16.
+**Does not catch** small values among large ones in the same tensor; errors that cancel or add up in
+step; values that were not measured.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from stopdown.scaling.graph.nodes import arguments, is_float, operation, shape_o
 from stopdown.scaling_records import ResidualStream
 
 MOST_LOST = 2.0**-8
-"""Relative error that is taken for a fault: what bf16 rounds a value by at most."""
+"""Largest relative error of an output that is accepted: the largest that bf16 causes by rounding a
+value."""
 
 ROUNDED = FP16.smallest / math.sqrt(12)
-"""Typical error of rounding a number below fp16's normal ones."""
+"""Typical error of rounding a number in fp16's subnormal range."""
 
 
 def check_underflow(
     module: torch.nn.Module, calls: Sequence[MeasuredCall], stream: ResidualStream | None
 ) -> None:
-    """Refuse a module of whose outputs fp16's subnormal numbers would take more than bf16 does.
+    """Reject a module if fp16's subnormals would cost its outputs more accuracy than bf16's rounding does.
 
     Raises:
-        TrialError: they would; the error names the value and its typical size.
+        TrialError: if so; the error names the value and its typical size.
     """
     problem = state_problem(module, calls, multiplies=True, stream=stream)
     fixed: list[dict[str, str]] = [{} for _ in calls]
@@ -59,7 +60,11 @@ def check_underflow(
 
 
 def _follow(call: MeasuredCall, fixed: Mapping[str, str]) -> tuple[float, str]:
-    """Return the largest relative error of an output, and the value that it is from."""
+    """Return the largest relative error of an output, and the name of the value that causes it.
+
+    Args:
+        fixed: names of fp16 values without an exponent to their places.
+    """
     errors: dict[Node, tuple[float, str]] = {}
     for node in call.capture.graph.graph.nodes:
         if not is_float(node):
@@ -77,7 +82,7 @@ def _follow(call: MeasuredCall, fixed: Mapping[str, str]) -> tuple[float, str]:
 def _carry(
     call: MeasuredCall, node: Node, source: Node, error: float, name: str
 ) -> tuple[float, str]:
-    """Return the relative error that a result has from one operand's."""
+    """Return the relative error in a result due to one operand's, and the name of that error's cause."""
     found, given = find_operation(operation(node)), arguments(node)
     rule = () if found is None else found.exponent.split()
     if not rule or not error:
@@ -95,5 +100,5 @@ def _carry(
 
 
 def _size(call: MeasuredCall, name: Any) -> float:
-    """Return the typical size of a value; 0 if it was not measured."""
+    """Return the typical size (RMS) of a value; 0 if it was not measured."""
     return max((part.rms for part in call.ranges.get(name, ())), default=0.0)
