@@ -1,12 +1,13 @@
-"""The core: exponents that bring a bf16-trained module into fp16's range without changing it.
+"""The core: exponents that bring a bf16-trained module into fp16's range without changing its results.
 
-    from stopdown.scaling import rescale_, cast_
+    import torch
+    from stopdown.scaling import cast_, rescale_
 
-    rescaling = rescale_(module, (x,))  # in fp32 the same bits as before
-    cast_(module)                       # runs in fp16, values below its maximum
+    rescaling = rescale_(module, (x,))         # in fp32 the same bits as before
+    cast_(module, torch.float16, rescaling)    # runs in fp16, values below its maximum
 
-It captures a call, states equations between exponents, solves them, folds the exponents into weights and
-tries the result. Names are loaded when they are first used; the stub beside this file lists them.
+It captures a call, states equations between exponents, solves them, folds the exponents into weights
+and tries the result. Names are loaded on first use; the stub beside this file lists them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Ranges that rest on bounds, on measurements, or on each where it is better; and what is certified.
+"""Value ranges from bounds, measurements or the tighter of both, and what they certify.
 
-A bound holds for every input, so exponents that fit it never overflow. Where a bound is much looser
-than what was measured (a group norm over a whole video), taking it would cost precision: `auto` takes
-it only where exponents stay about what measured ranges give, and keeps `CALIBRATED_BITS` more above
-what it measured elsewhere. A solution is described as plain data: exponents by the names of parameters and
-modules, and what they promise. `docs/certificates.md` has the argument.
+A bound holds for every input, so exponents that fit it never overflow. If a bound is much looser than
+the measured range (a group norm over a whole video), it would cost precision. So `auto` uses bounds
+only if the exponents stay about those of measured ranges, and otherwise keeps `CALIBRATED_BITS` above
+the measurement. A solution is described as plain data: exponents by the names of parameters and
+modules, and what is certified. `docs/certificates.md` has the argument.
 
-Not covered: inputs beyond the limits that the note names.
+Not covered: inputs beyond the limits in the note.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from stopdown.scaling.graph.range_measurement import Range, Ranges, log2_of
 from stopdown.scaling_records import Operands, Scaling
 
 RANGES = ("measured", "bound", "auto")
-"""What the exponents of a component can rest on."""
+"""Modes of ranges on which the exponents of a component can rest."""
 
 PEAK = 8.0
-"""Largest over typical size of a value that was not measured."""
+"""Estimated ratio of the largest magnitude of an unmeasured value to its typical size."""
 
 
 def check_ranges(ranges: str | None) -> str:
@@ -63,10 +63,13 @@ def check_ranges(ranges: str | None) -> str:
 
 @dataclass(frozen=True)
 class BoundedCalls:
-    """Calls of a module with bounds beside what was measured, or guessed.
+    """Calls of a module with measured or estimated ranges and with bounds.
 
     Attributes:
-        guessed: nothing was measured.
+        kinds: the calls with their ranges.
+        stated: names, limits and sizes of each call's inputs.
+        bounds: bounds of each call.
+        guessed: whether nothing was measured, so that ranges are estimates.
     """
 
     kinds: Sequence[MeasuredCall]
@@ -75,21 +78,21 @@ class BoundedCalls:
     guessed: bool = False
 
     def state(self) -> list[MeasuredCall]:
-        """List the calls with their measured ranges, and bounds beside them."""
+        """Return the calls with their measured ranges, each with its bound as a further attribute."""
         return [
             replace(kind, ranges=state_bounds(kind.ranges, found.ranges))
             for kind, found in zip(self.kinds, self.bounds, strict=True)
         ]
 
     def mix(self, bits: float) -> list[MeasuredCall]:
-        """List the calls with bounds in place of measured ranges that they exceed by at most `bits`."""
+        """Return the calls with bounds that exceed measured ranges by at most `bits` in place of these."""
         return [
             replace(kind, ranges=mix_ranges(kind.ranges, found.ranges, bits))
             for kind, found in zip(self.kinds, self.bounds, strict=True)
         ]
 
     def describe(self, scaling: Scaling) -> Scaling:
-        """Return a scaling of such calls with its promise and the inputs that the promise covers."""
+        """Return a scaling of these calls with a note on what is certified, and for which inputs."""
         if self.guessed:
             scaling = replace(scaling, measured_bits=None)
         rest = _GUESSED if self.guessed else describe_measured(scaling)
@@ -116,16 +119,16 @@ def bound_kinds(
     before: BoundedCalls | None = None,
     encoded: float = EMBEDDINGS,
 ) -> BoundedCalls:
-    """Bound the values of calls; guess ranges where no call was measured.
+    """Bound the values of calls; estimate ranges if no call was measured.
 
     Args:
-        module: where `load` is given only its modules and their attributes are looked at.
-        load: gives a parameter or buffer by name; None takes the module's own.
-        loose: parameters with the loose room for their subnormal values.
-        before: the same without any of those.
-        encoded: the limit of encoders' outputs.
+        module: the module; if `load` is given, only its submodules and their attributes are used.
+        load: returns a parameter or buffer by name; None uses the module's own.
+        loose: names of parameters with the loose allowance for subnormals.
+        before: the result without loose parameters.
+        encoded: limit of encoder outputs.
 
-    Cost: one pass over the weights for each kind; with `before` over those that are loose.
+    Cost: one pass over the weights for each kind; with `before`, over the affected ones only.
     """
     load = load or bring_home(partial(_load_own, name_parameters(module)))
     given, seen = [kind.call for kind in kinds], [kind.seen for kind in kinds]
@@ -141,7 +144,7 @@ def bound_kinds(
 
 
 def _load_own(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Return a module's own tensor; one that waits in its file is read as it is stored there."""
+    """Return a module's own tensor; one that is still in a file is read in its stored dtype."""
     stored = find_stored(tensors[name])
     if stored is None:
         return tensors[name]
@@ -149,7 +152,7 @@ def _load_own(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
 
 
 def _guess(kind: MeasuredCall, found: Bounds) -> MeasuredCall:
-    """Guess the ranges of a call: a few times the typical size; 0 if that is unknown."""
+    """Estimate the ranges of a call as a few times the typical size of each value; 0 if that is unknown."""
     capture, blocks = kind.capture, kind.blocks
     guessed: dict[str, tuple[Range, ...]] = {}
     for node in capture.graph.graph.nodes:
@@ -165,7 +168,7 @@ def _guess(kind: MeasuredCall, found: Bounds) -> MeasuredCall:
 
 
 def state_bounds(measured: Ranges, bounds: Ranges) -> dict[str, tuple[Range, ...]]:
-    """Return the measured ranges with the bound of each value beside it, where there is one."""
+    """Return the measured ranges, each with the bound of the value in its attributes, if there is one."""
     return {
         name: tuple(map(_state, parts, bounds[name]))
         if len(bounds.get(name, ())) == len(parts)
@@ -177,9 +180,9 @@ def state_bounds(measured: Ranges, bounds: Ranges) -> dict[str, tuple[Range, ...
 def mix_ranges(
     measured: Ranges, bounds: Ranges, loosest_bits: float
 ) -> dict[str, tuple[Range, ...]]:
-    """Take bounds that are at most this much looser than the measured ranges, else the latter with room.
+    """Return each bound that is at most this much looser than the measured range, else the widened range.
 
-    Typical sizes are those that were measured.
+    Typical sizes stay the measured ones.
     """
     mixed = {}
     for name, parts in measured.items():
@@ -201,7 +204,7 @@ def _choose(seen: Range, bound: Range, loosest_bits: float) -> Range:
 
 
 def _state(seen: Range, bound: Range) -> Range:
-    """Return the measured range with the bound beside it."""
+    """Return the measured range with the bound in its attributes."""
     if seen.amax > bound.amax:
         return seen
     return replace(seen, bound=bound.amax, least_stored=bound.least_stored)
@@ -214,14 +217,15 @@ def _widen(seen: Range) -> Range:
 def find_uncertain(limits: Iterable[Limit], exponent: Callable[[int], int]) -> list[Limit]:
     """List the fp16 values and weights that no bound keeps in range with these exponents.
 
-    A bound has room for subnormals only if the value's largest magnitude is not tiny as stored; otherwise
-    the value counts as uncertain, and so does a weight. Operations that only move values round none.
+    Bounds include an allowance for subnormals that suffices only if the largest magnitude is not tiny
+    after scaling. If it is, the value or weight counts as uncertain. Operations that only move values
+    don't round.
     """
     return [limit for limit in limits if not _is_certain(limit, exponent(limit.unknown))]
 
 
 def _is_certain(limit: Limit, exponent: int) -> bool:
-    """Return whether the bound times `2**exponent`, exactly, stays in range with room for roundings."""
+    """Return whether the bound times `2**exponent` is exactly in range, with its allowances valid."""
     seen = limit.range
     largest = seen.amax if limit.weight else seen.largest
     if not largest <= FP16.largest * 2.0**-exponent:
@@ -270,6 +274,7 @@ def describe_share(values: int, bounded: int, rest: str = _MEASURED, limits: str
     """Describe the certified share: `100 % of 253 fp16 values certified.`, or less and the rest's evidence.
 
     Args:
+        rest: evidence for the values that are not certified.
         limits: the assumptions of the certificate: `, for latents up to 64`.
     """
     if not values:
@@ -287,7 +292,7 @@ Of = TypeVar("Of", int, tuple[int, int])
 
 
 def describe_solution(problem: Problem, solution: Solution) -> Scaling:
-    """Return a solution as plain data, by names instead of unknowns."""
+    """Return a solution as plain data, with names instead of unknowns."""
 
     def at(unknown: int) -> int:
         return solution.exponents[problem.system.find(unknown)]
@@ -322,7 +327,7 @@ def describe_solution(problem: Problem, solution: Solution) -> Scaling:
 
 
 def _list_layers(problem: Problem, at: Callable[[int], int]) -> dict[str, tuple[int, int]]:
-    """Find the layers whose input or output is scaled alike in every call, with both exponents."""
+    """Return the exponents of input and output for the layers where these are the same in every call."""
     calls = {
         path: {(at(source), at(result)) for source, result in ends}
         for path, ends in problem.layers.items()
@@ -332,13 +337,13 @@ def _list_layers(problem: Problem, at: Callable[[int], int]) -> dict[str, tuple[
 
 
 def _find_operands(problem: Problem, fp32_modules: tuple[str, ...]) -> Operands:
-    """Merge the casts of operands with those for foreign modules that run inside fp32 modules."""
+    """Add the parameters that fp32 modules use but other modules own to those that stay in fp32."""
     guests = {name for path in fp32_modules for name in problem.guests.get(path, ())}
     return merge_operands(problem.operands, Operands(fp32_parameters=tuple(guests)))
 
 
 def _join_columns(named: Mapping[str, Of]) -> dict[str, Of]:
-    """Join the entries of a tensor's columns, or of a layer's inputs, that all have the same value."""
+    """Join the entries of a tensor's columns, or of a layer's inputs, if all have the same value."""
     values: dict[str, set[Of]] = {}
     for name, value in named.items():
         values.setdefault(split_fold_name(name)[0], set()).add(value)

@@ -1,9 +1,9 @@
-"""Captured calls put into the rules of `stopdown_verify`, so that it can check a plan's bounds by itself.
+"""Export of captured calls as rules of `stopdown_verify`, which checks a plan's bounds independently.
 
-Each graph that the plan was made for becomes a list of rules. The checker then derives each bound, the
-exponents of each value and what is not covered: of the bounds here, only witnesses of singular values are
-in the file. An operation that no rule fits becomes `unknown`, and what follows has no
-bound up to the next norm or saturating function.
+Each captured graph of the plan becomes a list of rules. The checker derives each bound, the exponents
+of each value and what is not covered by itself. Of the bounds computed here, the file has only
+witnesses of singular values. An operation without a rule becomes `unknown`, and values computed from it
+have no bound up to the next norm or saturating function.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ from stopdown.scaling.graph.range_measurement import find_sentinels
 from stopdown.scaling_records import Scaling
 
 MOST_VALUES = 4096
-"""Constants of the code up to this many values are in the file; of larger ones only the largest."""
+"""Constants of the code with at most this many values are written to the file; of larger ones only the
+largest magnitude."""
 
 _DTYPES = {
     torch.float16: "fp16",
@@ -64,7 +65,7 @@ _DTYPES = {
     torch.float64: "fp64",
 }
 _EXACT = (torch.float16, torch.float32, torch.float64)
-"""What a weight may be cast to: the checker has a weight's rounding to fp16 already."""
+"""Dtypes to which the code may cast a weight: the checker already allows for its rounding to fp16."""
 _SAME = {
     "to": "cast",
     "_to_copy": "cast",
@@ -83,7 +84,7 @@ def export_graphs(
     tied: Mapping[str, tuple[str, ...]],
     load: Load,
 ) -> dict[str, Any]:
-    """Put captured calls of a module into the rules of the checker, which has yet to fill in bounds.
+    """Export captured calls of a module as rules of the checker, which fills in the bounds.
 
     Args:
         captured: captures of the calls, with their arguments.
@@ -105,7 +106,7 @@ def export_graphs(
 
 
 class _TensorReader:
-    """The tensors of a component's files, and what the code makes for itself."""
+    """Names, values and exponents of the tensors in a component's files."""
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class _TensorReader:
         self.tensors, self._tied, self.load = tensors, tied, load
 
     def find(self, name: str) -> str | None:
-        """Find the name of a parameter's tensor in the files; return None for a buffer in none of them."""
+        """Return the name of a parameter's tensor in the files; None for a buffer in none of them."""
         return next((x for x in (name, *self._tied.get(name, ())) if x in self.tensors), None)
 
     def describe(self, key: str, scaling: Scaling) -> dict[str, Any]:
@@ -135,7 +136,7 @@ class _TensorReader:
 
 
 class _Exporter:
-    """Puts one captured call into the rules of `stopdown_verify`, in the order of its graph."""
+    """Exports one captured call as rules of `stopdown_verify`, in the order of its graph."""
 
     def __init__(
         self, module: torch.nn.Module, scaling: Scaling, measured: MeasuredCall, stated: InputStatement,
@@ -156,7 +157,7 @@ class _Exporter:
 
     @property
     def names(self) -> dict[str, str]:
-        """Names of the call's tensors, by placeholder."""
+        """Placeholder names of the call's tensors to the names of their arguments."""
         return dict(self.stated.inputs)
 
     def export(self) -> dict[str, Any]:
@@ -178,7 +179,7 @@ class _Exporter:
         }
 
     def _drop_unused(self, used: set[str]) -> None:
-        """Leave out whole numbers that no floating value is made of."""
+        """Remove integer nodes from which no floating value is computed."""
         kept = []
         for n in reversed(self.nodes):
             if n["dtype"] != "int" or n["id"] in used:
@@ -203,7 +204,7 @@ class _Exporter:
             self._change_aliases(node)
 
     def _add(self, node: Node, made: dict[str, Any], shape: Any = None) -> str:
-        """Append a value; several of one node are numbered."""
+        """Append a value of a node to the rules, and return its name; several of one node are numbered."""
         shape = list(shape_of(node)) if shape is None else list(shape)
         same = self._counts[node.name] = self._counts.get(node.name, -1) + 1
         name = f"{node.name}.{same}" if same else node.name
@@ -219,7 +220,7 @@ class _Exporter:
         return name
 
     def _change_aliases(self, node: Node) -> None:
-        """Make a write in place visible through every name of the same storage."""
+        """Apply a write in place to all exported values that share the storage."""
         root, new = self.aliases.get(node), self.ids[node]
         for other in [
             x for x, y in self.aliases.items() if y is root and x in self.ids and x is not node
@@ -236,7 +237,10 @@ class _Exporter:
     # operands
 
     def _ref(self, value: Any, user: Node | None = None) -> str | None:
-        """Return the name of an operand as its user sees it; None if it is not exported."""
+        """Return the exported name of an operand as its user reads it; None if it can't be exported.
+
+        Inside a module whose output is multiplied, users read the value before that multiply.
+        """
         if not isinstance(value, Node):
             return None
         if value in self.inner and user is not None and user not in self.statement.casts:
@@ -292,7 +296,7 @@ class _Exporter:
         return {"rule": "input", "name": name, "largest": largest}
 
     def _fold(self, node: Node) -> torch.Tensor | None:
-        """Compute, on this machine, the value of a node that depends on constants alone; None otherwise."""
+        """Compute the value of a node that depends on constants alone; return None for other nodes."""
         if node not in self._folded:
             self._folded[node] = None
             with contextlib.suppress(Exception):  # any operation: what fails is no constant
@@ -410,7 +414,7 @@ class _Exporter:
         return self._pad_each(node, given) if "sequences" in given else self._mix(node)
 
     def _pad_each(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Export `pad_sequence`: each sequence followed by zeros up to the longest, then stacked."""
+        """Export `pad_sequence`: each sequence padded with zeros to the longest, then stacked."""
         shape, parts = shape_of(node), []
         if not given.get("batch_first") or given.get("padding_value"):
             raise _NoRule
@@ -439,7 +443,7 @@ class _Exporter:
         return {"rule": "view", "from": [self._add(node, made, kept)]}
 
     def _export_real(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Export a magnitude times the cosine and the sine of an angle."""
+        """Export the real and imaginary part as a magnitude times a cosine."""
         shape = shape_of(node)
         name = self._add(node, {"rule": "view", "from": [self._first(node)]}, (*shape[:-1], 1))
         turned = self._add(node, {"rule": "bounded", "function": "cos"}, shape)
@@ -566,7 +570,7 @@ class _Exporter:
         return {"rule": "power", "halves": int(exponent * 2), "from": [self._first(node)]}
 
     def _export_vector_norm(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Export the root of a sum of squares; one kernel computes it, with no partial value in fp16."""
+        """Export the root of a sum of squares, which one kernel computes without fp16 intermediates."""
         found = read_vector_norm(node)
         if found is None or node.meta["val"].dtype == torch.float16:
             raise _NoRule
@@ -583,7 +587,7 @@ class _Exporter:
         return {"rule": "exp", "from": [self._first(node)]}
 
     def _export_halves(self, halves: int, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Export square, roots and reciprocal: `x ** (halves / 2)`, as the table of operations has it."""
+        """Export square, roots and reciprocal as `x ** (halves / 2)`."""
         return {"rule": "power", "halves": halves, "from": [self._first(node)]}
 
     def _export_shrink(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -642,7 +646,7 @@ class _Exporter:
     # what reads weights
 
     def _weigh(self, given: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-        """Return the stored tensors that the arguments are, and the rows of them."""
+        """Return the names of the stored tensors that are the given arguments, and the rows of these."""
         made: dict[str, Any] = {}
         for key in keys:
             value = given.get(key)
@@ -699,7 +703,7 @@ class _Exporter:
         return {"rule": "matmul", "from": [self._need(x, node) for x in pair]}
 
     def _export_einsum(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Export an einsum that puts the dimensions of one operand into another order."""
+        """Export an einsum that only permutes the dimensions of one operand."""
         letters, _, kept = str(given["equation"]).replace(" ", "").partition("->")
         if len(set(letters)) < len(letters) or sorted(letters) != sorted(kept):
             raise _NoRule
@@ -716,7 +720,7 @@ class _Exporter:
         return {"rule": "attention", "from": [*names, *([found] if found else [])]}
 
     def _ask_lengths(self) -> None:
-        """Ask for witnesses of singular values, where another product reads the rows of a product."""
+        """Add witnesses of singular values to products whose rows reach another product."""
         users: dict[str, list[dict[str, Any]]] = {}
         for n in self.nodes:
             for name in n["from"]:
@@ -753,7 +757,7 @@ def _find_squares(reading: _TensorReader, name: str, part: tuple[int, int]) -> l
 
 
 class _NoRule(Exception):
-    """No rule of the certificate fits."""
+    """Raised if no rule of the certificate fits an operation."""
 
 
 _POWERS = ("square", "sqrt", "rsqrt", "reciprocal")

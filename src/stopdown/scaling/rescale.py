@@ -33,7 +33,7 @@ from stopdown.scaling.watch.call_watch import WatchOptions, watch_calls
 from stopdown.scaling_records import Scaling
 
 RESIDUALS = ("native", "fp32")
-"""What a residual stream can be kept in: as the model has it, or in fp32."""
+"""Precisions of the residual stream: the model's own, or fp32."""
 
 
 def rescale_(
@@ -145,7 +145,7 @@ def _fold(module: torch.nn.Module, scaling: Scaling, patches: Patches) -> None:
 
 
 def _list_calls(module: torch.nn.Module, args: Any, kwargs: Any, calls: Any) -> list[PlainCall]:
-    """List the calls with their arguments: that of the module itself first."""
+    """List the calls with their arguments; a call of the module itself comes first."""
     remedy = "Use rescale_(module, args, kwargs), or calls=[(module.decode, (x,), {})]."
     args = (args,) if isinstance(args, torch.Tensor) else args
     expected = "Positional arguments are a tensor, or a tuple of all; keyword arguments a table."
@@ -162,7 +162,7 @@ def _list_calls(module: torch.nn.Module, args: Any, kwargs: Any, calls: Any) -> 
 
 
 def explain_call(function: str, call: Callable[[], Any], error: Exception) -> None:
-    """Say so if a call that was given as an example fails as it is, before anything is changed."""
+    """Raise an error if an example call fails by itself, before anything is changed."""
     try:
         with torch.no_grad():
             call()
@@ -177,7 +177,7 @@ def explain_call(function: str, call: Callable[[], Any], error: Exception) -> No
 
 
 def _narrow(value: torch.Tensor) -> torch.Tensor:
-    """Cast an argument as autocast would for a product; times stay as they are."""
+    """Cast an fp32 argument to fp16 as autocast would for a product; vectors, such as times, stay fp32."""
     return value.half() if value.dtype == torch.float32 and value.dim() > 1 else value
 
 

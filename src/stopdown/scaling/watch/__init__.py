@@ -1,1 +1,1 @@
-"""Calls of a scaled module, each held against the calls that its exponents are for."""
+"""Checks whether the exponents in a module hold for each of its calls."""

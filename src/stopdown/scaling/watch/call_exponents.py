@@ -1,12 +1,12 @@
-"""Whether exponents hold for another call than those that they were found for, and what they need there.
+"""Check whether exponents hold for a call other than those solved for, and what scaling its ends need.
 
-The equations of the call's graph are stated with every parameter, eps and multiply at the exponent that it
-has. Where they have a solution, the call is right with what the solution says of its ends: an optional
-input that is added to a scaled value is multiplied by a power of two before the call, and an output that
-leaves scaled is multiplied back. Where they have none, the call needs other exponents.
+The equations of the call's graph are stated, with every parameter, eps and multiply fixed at its
+exponent. If they have a solution, the call is right with the exponents that the solution has at its
+ends: an optional input that is added to a scaled value is multiplied by a power of two before the call,
+and a scaled output is multiplied back. If they have none, the call needs other exponents.
 
-**Catches** every operation between the arguments and the outputs of the call, by the rules by which
-exponents are found.
+**Catches** every operation between the arguments and the outputs of the call, by the rules with which
+exponents are solved.
 **Does not catch** how large its values are: nothing is measured.
 """
 
@@ -42,12 +42,14 @@ from stopdown.scaling_records import Scaling
 
 @dataclass(frozen=True)
 class CallEnds:
-    """What a call is given and returns under exponents, beside what it is without.
+    """Powers of two by which a call's arguments and outputs must be multiplied to be right with exponents.
 
     Attributes:
-        inputs: number of a tensor among its arguments, as `flatten_call` has them, to the exponent that it
-            is multiplied with.
-        outputs: number of a tensor that it returns to the exponent that is taken off.
+        inputs: index of a tensor among its arguments, in the order of `flatten_call`, to the exponent
+            by which it is multiplied.
+        outputs: index of a tensor that it returns to the exponent that is removed from it.
+        given: number of tensors among the arguments.
+        returned: number of tensors that it returns.
     """
 
     inputs: Mapping[int, int] = field(default_factory=dict)
@@ -57,7 +59,7 @@ class CallEnds:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing has to be multiplied."""
+        """Whether no argument or output has to be multiplied."""
         return not (self.inputs or self.outputs)
 
 
@@ -71,10 +73,10 @@ def find_ends(
     """Find the exponents of a call's inputs and outputs with which a scaling holds; None if none do.
 
     Args:
-        module: as it was before exponents were folded in; its weights may be on `meta`.
-        capture: of the call, with the residual stream of the scaling.
+        module: the module without exponents; its weights may be on `meta`.
+        capture: capture of the call with the scaling's residual stream.
 
-    Cost: the equations of one graph; no value is read.
+    Cost: the equations of one graph; no tensor value is read.
     """
     problem = state_problem(
         module,
@@ -108,7 +110,7 @@ def _fix_all(
     scaling: Scaling,
     capture: Capture,
 ) -> bool:
-    """Give everything that is folded its exponent; False where a part of it has no place in the call."""
+    """Fix the exponents of everything that is folded; return False if the call can't have one of them."""
     folds, named = list_folds(scaling.exponents), name_parameters(module)
     for name, unknown in problem.parameters.items():
         bare, place = split_fold_name(name)
@@ -155,7 +157,7 @@ def _sort_inputs(
     kwargs: Mapping[str, Any],
     signatures: Collection[str],
 ) -> list[int]:
-    """Return the positions of a call's tensors, those of arguments that measured calls had first."""
+    """Return the indices of a call's tensors, with arguments that the measured calls had first."""
     flat, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
     paths = [path for path, x in flat if isinstance(x, torch.Tensor)]
     known = " ".join(signatures)
@@ -168,7 +170,7 @@ def _sort_inputs(
 
 
 class _Exponents:
-    """Exponents of unknowns, one following from another."""
+    """Known exponents of unknowns, from which the equations derive others."""
 
     def __init__(self, system: System) -> None:
         self._rows, self._system = system.reduced(), system
@@ -178,23 +180,23 @@ class _Exponents:
         return self._known.get(self._system.find(unknown), 0)
 
     def fix(self, unknown: int, exponent: int) -> bool:
-        """Fix the exponent of an unknown; return False if it has another one already."""
+        """Set the exponent of an unknown; return False if it already has another one."""
         return self._known.setdefault(self._system.find(unknown), exponent) == exponent
 
     def settle(self, unknown: int) -> bool:
-        """Fix an undecided exponent at 0; return whether all equations can hold."""
+        """Set an undetermined exponent to 0; return whether no equation is violated."""
         self._known.setdefault(self._system.find(unknown), 0)
         return self.spread()
 
     def settle_rest(self) -> bool:
-        """Fix the undecided exponents of all equations at 0; return whether the equations can hold."""
+        """Set the undetermined exponents of all equations to 0; return whether no equation is violated."""
         while self._rows:
             if not self.settle(next(x for x in self._rows[0] if x not in self._known)):
                 return False
         return True
 
     def spread(self) -> bool:
-        """Have exponents follow from those that are known; whether all equations can hold."""
+        """Derive exponents from the known ones; return False if an equation is violated."""
         is_new = True
         while is_new:
             is_new, rest = False, []

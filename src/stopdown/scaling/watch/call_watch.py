@@ -1,23 +1,23 @@
-"""Whether the exponents in a module hold for each call of it: asked before the call, by its signature.
+"""Check, before each call of a rescaled module, whether its exponents hold for the call's signature.
 
-A layer outside of all others compares the signature and the sizes of a call with those that the exponents
-were found for. Other sizes are compared once, by a run without values: what is folded has to be read as it
-was then (`readings`). A call of another signature, or that reads otherwise, is traced once, without
-values, and the equations of its graph say what holds (`call_exponents`): the call goes on as it is; or
-arguments are multiplied before it and outputs behind it; or it is refused. A guard repairs the module then,
-as at any fault, and the call is made again; without a guard it ends in an error.
+An outermost layer compares the signature and sizes of a call with those for which the exponents were
+solved. Other sizes are compared once, by a run without values: folded tensors have to be read in the
+same way (`readings`). A call with another signature, or that reads otherwise, is traced once without
+values. The equations of its graph decide (`call_exponents`): the call proceeds unchanged; or arguments
+are multiplied before it and outputs after it; or it is refused. A guard then repairs the module, as
+after any fault, and the call is repeated. Without a guard an error is raised.
 
 **Catches** calls of the module and of its methods `encode` and `decode` with other optional arguments,
-sizes, flags and outputs, and with other attributes, parts and code of the module; calls of a part alone;
-results of unmeasured signatures that are not finite; tensors that a call puts into its caller's containers
-and caches; weights that were rewritten; gradients of folded weights, and backward passes after the
-exponents have changed.
-**Does not catch** what `call_signatures`, `readings` and `module_settings` do not; sizes that lead code
-elsewhere which asks tensors for their values; what `torch.compile` made of the module, where another
-module calls it, and calls inside of other compiled code; a part that is called by `part.forward(...)`,
-while another thread calls the module, or inside of compiled code; parameters that another method of the
-module uses itself; weights that are written through `.data` or in inference mode, and single values of a
-matrix; tensors that the module keeps in attributes for others to read.
+sizes, flags and outputs, and with other attributes, parts and code of the module; calls of a part
+alone; non-finite results of unmeasured signatures; tensors that a call stores in its caller's
+containers and caches; weights that were rewritten; gradients of folded weights, and backward passes
+after the exponents have changed.
+**Does not catch** what `call_signatures`, `readings` and `module_settings` do not; sizes that change
+the path of code that reads tensor values; what `torch.compile` made of the module, if another module
+calls it, and calls inside other compiled code; a part that is called by `part.forward(...)`, while
+another thread calls the module, or inside compiled code; parameters that another method of the module
+uses itself; weights that are written through `.data` or in inference mode, and single values of a
+matrix; tensors that the module stores in attributes for others to read.
 """
 
 from __future__ import annotations
@@ -82,18 +82,20 @@ from stopdown.scaling_records import Scaling
 
 
 class ReplacedError(Exception):
-    """Other exponents were put on, or these came off: the call begins again."""
+    """Raised if the exponents were replaced or removed while a call waited: the call begins again."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A call that exponents do not hold for.
+    """A call for which the exponents don't hold.
 
     Attributes:
-        call: with its arguments as they were before it, but for NaN and Inf, which no exponents hold.
-        what: how it differs from the calls that exponents were found for.
-        is_traceable: exponents may be found for it and the earlier calls together.
-        path: of the part that was called alone, for which no other exponents do; "" for the whole module.
+        call: with its original arguments, except that NaN and Inf, which no exponents fix, are
+            replaced.
+        what: how it differs from the calls for which exponents were solved.
+        is_traceable: whether exponents may be solved for it and the earlier calls together.
+        path: path of the part that was called alone, for which no other exponents exist; "" for the
+            whole module.
     """
 
     call: ComponentCall
@@ -103,13 +105,13 @@ class Refusal:
 
 
 Repair = Callable[[Refusal], bool]
-"""Puts other exponents on the module, or none, so that a call is right; returns whether it did."""
+"""Replaces or removes the module's exponents so that a refused call is right; returns whether it did."""
 
 WAITING = "stopdown_weights_wait"
-"""Attribute of a module whose weights wait elsewhere between calls."""
+"""Attribute of a module whose weights are offloaded between calls."""
 
 _WATCH = "stopdown_call_watch"
-"""Attribute of a module under which its watch is found."""
+"""Attribute of a module that holds its `CallWatch`."""
 
 _NO_SOLUTION = "they do not hold for that"
 _FILLED = "such calls put tensors into their arguments"
@@ -124,13 +126,13 @@ _CODE = (
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """Whom a watch tells, and who helps it.
+    """Reports and repairs of a watch.
 
     Attributes:
-        name: of the component, for messages; "" for the module's class.
-        repair: a guard's; None where calls that exponents do not hold for are refused.
-        announce: told what a user should know, once each.
-        remedy: for calls that are refused.
+        name: component name in messages; "" for the module's class.
+        repair: repair by a guard; None to raise an error for calls for which the exponents don't hold.
+        announce: receives each message for the user once.
+        remedy: what a user can do about refused calls.
     """
 
     name: str = ""
@@ -152,7 +154,7 @@ _thread = _Thread()
 
 
 class CallWatch(SameInCopies):
-    """What is before the calls of a module while exponents are folded in."""
+    """Checks each call of a rescaled module, and scales, repairs or refuses it if exponents don't hold."""
 
     def __init__(
         self,
@@ -162,10 +164,11 @@ class CallWatch(SameInCopies):
         *,
         casts: bool = True,
     ) -> None:
-        """
+        """Prepare the checks; `put_on` starts them.
+
         Args:
-            module: as it is without the exponents.
-            casts: the module is cast as well.
+            module: the module, before the exponents are folded in.
+            casts: whether the module is cast as well.
         """
         self.module, self.scaling, self._options, self._casts = module, scaling, options, casts
         self.known = KnownCalls(module, scaling)
@@ -184,10 +187,10 @@ class CallWatch(SameInCopies):
         return self._options.name or type(self.module).__name__
 
     def put_on(self, put: Callable[[Patches], None], patches: Patches) -> None:
-        """Fold the exponents in and watch the calls, until `patches` is undone.
+        """Fold the exponents in and check calls, until `patches` is undone.
 
         Args:
-            put: folds them in and casts the module; its patches take them off.
+            put: folds the exponents in and casts the module; its patches undo that.
         """
         patches.defer(self._remove)
         put(self._own)
@@ -216,15 +219,15 @@ class CallWatch(SameInCopies):
         self.known.settings.note()
 
     def accept_settings(self) -> None:
-        """Accept the module's present settings as those that exponents were found for."""
+        """Accept the module's present settings as those for which exponents were solved."""
         self.known.settings.note()
 
     def take_help(self, options: WatchOptions) -> None:
-        """Tell others, and be helped by them, from now on: a guard that comes or goes."""
+        """Replace the options, such as when a guard comes or goes."""
         self._options = options
 
     def follow(self) -> None:
-        """Watch the code that calls go through now, if the module was compiled since."""
+        """Check the code that calls now go through, if the module has been compiled since."""
         slot = find_slot(Callee("", self.module, "forward", "call"))
         slot = "_call_impl" if slot == "forward" else slot
         if slot not in self._slots:
@@ -236,7 +239,7 @@ class CallWatch(SameInCopies):
 
     @contextlib.contextmanager
     def _meet(self, module: torch.nn.Module, method: str) -> Iterator[None]:
-        """Lead the calls of the module's `torch.compile` wrapper through the watch."""
+        """Pass calls of the module's `torch.compile` wrapper through the watch."""
         with Patches() as layers:
             if method == "forward" and getattr(module, "_orig_mod", None) is self.module:
                 put_layer(module, "forward", self._lead_now, layers, Rank.EXPONENTS)
@@ -245,7 +248,7 @@ class CallWatch(SameInCopies):
             yield
 
     def _lead_now(self, call: ComponentCall) -> Any:
-        """Make a call with the present watch, which may have replaced this one since the call began."""
+        """Make a call with the current watch, which may have replaced this one since the call began."""
         watch = find_watch(self.module)
         return call.proceed() if watch is None else watch.lead(call)
 
@@ -258,7 +261,7 @@ class CallWatch(SameInCopies):
         put_layer(self.module, slot, partial(scale_ends, self.module), self._own, Rank.ENDS, callee)
 
     def _remove(self) -> None:
-        """Take the exponents off for good; calls that wait begin again."""
+        """Remove the exponents for good; waiting calls begin again."""
         self.is_removed = True
         hide_parts(self._parts)
         self._own.undo()
@@ -281,9 +284,9 @@ class CallWatch(SameInCopies):
     def check_copy(
         self, copied: torch.nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Refuse a call of a deep copy that its exponents do not hold for: they cannot be taken off there.
+        """Refuse a call of a deep copy for which its exponents don't hold; they can't be removed there.
 
-        A copy without weights is of a forecast, and runs every call.
+        A copy without weights belongs to a forecast, and runs every call.
         """
         if not any(has_values(x) for x in copied.parameters()):
             return
@@ -306,13 +309,13 @@ class CallWatch(SameInCopies):
 
     @property
     def has_call_here(self) -> bool:
-        """Whether this thread is inside of a call that the watch let through."""
+        """Whether this thread is inside a call that the watch let through."""
         return getattr(self._thread, "is_inside", False)
 
     # Around a call
 
     def lead(self, call: ComponentCall) -> Any:
-        """Make a call of code compiled from the module, in which layers do not run."""
+        """Make a call of code compiled from the module, in which layers don't run."""
         callee = Callee("", call.callee.owner, "forward", "decode", GENERAL_KEEPS)
         return self._enter(replace(call, callee=callee))
 
@@ -327,10 +330,10 @@ class CallWatch(SameInCopies):
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """Run a call of this thread under the module's lock, as a guard's changes are.
+        """Make a call of this thread under the module's lock, which a guard's changes wait for.
 
         Raises:
-            ReplacedError: the exponents were taken off while the call waited.
+            ReplacedError: if the exponents were removed while the call waited.
         """
         with find_lock(self.module).calling():
             if self.is_removed:
@@ -342,23 +345,23 @@ class CallWatch(SameInCopies):
                 self._thread.is_inside = False
 
     def _begin(self) -> None:
-        """Prepare for the first of the calls that run at once."""
+        """Prepare for the first of several concurrent calls."""
         if not self.is_removed:
             hide_parts(self._parts)
             self.known.settings.read()
 
     def _end(self) -> None:
-        """Return to what was there before calls; what they set is not what leads them elsewhere."""
+        """Restore the state between calls; settings that calls changed count as the module's own."""
         if not self.is_removed:
             show_parts(self._parts)
             self.known.settings.note()
 
     def _call(self, call: ComponentCall) -> Any:
-        """Make a call that the exponents hold for, or refuse it.
+        """Make a call if the exponents hold for it, or refuse it.
 
         Raises:
-            ReplacedError: other exponents are on the module now, or none.
-            ScalingError: they do not hold for it.
+            ReplacedError: if a repair has replaced or removed the exponents.
+            ScalingError: if they don't hold for the call.
         """
         key, held, answers = self.sign(call), HeldContainers(call), list[Any]()
         ends = self._find_ends(key, call, held)
@@ -392,7 +395,7 @@ class CallWatch(SameInCopies):
         return self._refuse(key, call, _FILLED if is_filled and why == _NOT_FINITE else why, held)
 
     def _enter_whole(self, call: ComponentCall) -> Any:
-        """Make a call of `forward` itself, which passes by the module's hooks, as one of the module."""
+        """Make a direct call of `forward`, which bypasses the module's hooks, as a call of the module."""
         if self.has_call_here or getattr(self._thread, "is_led", False):
             return call.proceed()
         self._thread.is_led = True  # what is compiled may come here again
@@ -402,7 +405,7 @@ class CallWatch(SameInCopies):
             self._thread.is_led = False
 
     def _track(self, call: ComponentCall, output: Any) -> Any:
-        """Have backward passes refused that would be wrong, and say once that gradients are in fp16."""
+        """Have wrong backward passes raise an error, and report once that gradients are in fp16."""
         if not torch.is_grad_enabled() or not is_plain():
             return output
         if not self.is_removed:
@@ -435,7 +438,7 @@ class CallWatch(SameInCopies):
         return call.save(self.module, device)
 
     def sign(self, call: ComponentCall) -> Key:
-        """Return a call's signature, with settings changed since exponents were put on, and its sizes."""
+        """Return a call's signature, including settings changed since planning, and its sizes."""
         others = self.known.settings.describe()
         path = find_path(call)
         owner = call.callee.owner if path else self.module
@@ -452,7 +455,7 @@ class CallWatch(SameInCopies):
         return has_layer(call.callee.owner, find_slot(call.callee), Rank.GUARD)
 
     def _call_scaled(self, ends: CallEnds, call: ComponentCall) -> tuple[bool, Any]:
-        """Make a call of an unmeasured signature; return whether it is all right, and its output."""
+        """Make a call of an unmeasured signature; return whether its output is usable, and the output."""
         if ends.inputs and len(list(_list_tensors(call))) != ends.given:
             return False, None  # others than those that were traced
         if find_path(call):
@@ -476,7 +479,7 @@ class CallWatch(SameInCopies):
         return is_known and is_right, output
 
     def scale(self, ends: CallEnds, call: ComponentCall) -> Any:
-        """Multiply arguments before a call, and outputs behind it."""
+        """Multiply a call's arguments before it, and its outputs after it."""
         given = _scale_inputs(ends, call, narrows=self._casts)
         output = call_unmeasured(self.module, given.proceed)
         there = self.scaling.outputs if call.callee.method == "forward" else {}  # by its own hook
@@ -487,17 +490,17 @@ class CallWatch(SameInCopies):
 
     @property
     def is_in_force(self) -> bool:
-        """Whether the exponents of this watch are on the module, put there by it or once more since."""
+        """Whether the module has this watch's exponents, from this watch or applied again since."""
         watch: CallWatch | None = vars(self.module).get(_WATCH)
         return watch is not None and watch.scaling is self.scaling
 
     # What holds for a signature
 
     def _find_ends(self, key: Key, call: ComponentCall, held: HeldContainers) -> CallEnds:
-        """Return what is multiplied in calls of a signature and sizes, found once; refuse the others.
+        """Return what is multiplied in calls of this signature and sizes, or refuse them; it is cached.
 
         Args:
-            held: the contents of the call's arguments, which a trace may change.
+            held: contents of the call's arguments, which are restored after a trace.
         """
         known = self.known.verdicts
         if key not in known:
@@ -516,7 +519,7 @@ class CallWatch(SameInCopies):
         return ends
 
     def _refuse(self, key: Key, call: ComponentCall, why: str, held: HeldContainers) -> NoReturn:
-        """Have a guard repair the module for calls of a signature, or raise why they are refused."""
+        """Have a guard repair the module for calls of a signature, or raise the error that refuses them."""
         path, method, settings = find_path(call), call.callee.method, self.known.settings
         self.known.refuse(key)
         if (repair := self._options.repair) is not None:
@@ -552,7 +555,7 @@ class CallWatch(SameInCopies):
 
 
 def _call_while_alive(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls a method, and does not keep its object alive, nor the module."""
+    """Return a function that calls a method without keeping its object, and the module, alive."""
     found = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -563,14 +566,14 @@ def _call_while_alive(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def note_weights(module: torch.nn.Module) -> None:
-    """Know the weights of a module that arrived after its exponents were put on."""
+    """Record weights of a module that arrived after its exponents were applied."""
     watch = vars(module).get(_WATCH)
     if watch is not None:
         watch.weights.note_arrived()
 
 
 def find_watch(module: torch.nn.Module) -> CallWatch | None:
-    """Return the module's present watch; another thread may have replaced exponents since a call began."""
+    """Return the module's current watch; another thread may have replaced exponents since a call began."""
     watch: CallWatch | None = vars(module).get(_WATCH)
     if watch is None or watch.module is not module:
         return None
@@ -579,10 +582,11 @@ def find_watch(module: torch.nn.Module) -> CallWatch | None:
 
 
 def scale_ends(module: torch.nn.Module, call: ComponentCall) -> Any:
-    """Make a call with its ends multiplied as the exponents need, if its signature needs that.
+    """Make a call, and multiply its arguments and outputs if the exponents need that for its signature.
 
-    This layer is next to the module, beneath casts and a guard, so a guard keeps, repairs and compares the
-    program's own values. A replay under other exponents comes here, too, and is not multiplied.
+    This layer is next to the module, inside casts and a guard. So a guard stores, repairs and compares
+    the caller's unscaled values. A replay with other exponents passes through here too, and is not
+    multiplied.
     """
     found = _thread.scaled
     if found is None or found[0].module is not module or not found[0].is_in_force:
@@ -601,7 +605,7 @@ def has_passed(module: torch.nn.Module) -> bool:
 
 
 def holds_for(module: torch.nn.Module, call: ComponentCall) -> bool:
-    """Return whether a call is right, unchanged, with the exponents that are on a module now."""
+    """Return whether a call is right, unchanged, with the module's current exponents."""
     watch = find_watch(module)
     if watch is None or watch.is_removed:
         return True
@@ -609,10 +613,10 @@ def holds_for(module: torch.nn.Module, call: ComponentCall) -> bool:
 
 
 def _scale_inputs(ends: CallEnds, call: ComponentCall, *, narrows: bool = False) -> ComponentCall:
-    """Multiply arguments by their exponents.
+    """Multiply a call's arguments by powers of two.
 
     Args:
-        narrows: cast arguments to fp16 that it could not hold before.
+        narrows: cast those arguments to fp16 that would have overflowed in it before.
     """
     if not ends.inputs:
         return call
@@ -640,9 +644,9 @@ def _is_finite(tensors: list[torch.Tensor]) -> bool:
 
 @dataclass
 class CopyHook:
-    """In the place of a module's `__reduce_ex__`: deep copies of it check their calls.
+    """Replacement of a module's `__reduce_ex__`, by which deep copies check their calls.
 
-    A deep copy has the exponents and casts of the module, and one of these of its own.
+    A deep copy has the exponents and casts of the module, and such a hook of its own.
     """
 
     module: torch.nn.Module
@@ -681,7 +685,7 @@ class _CopyCheck(SameInCopies):
 
 
 class _CopiedMethod:
-    """In the place of a copy's `encode` or `decode`, which no pre-hook sees."""
+    """Replacement of a copy's `encode` or `decode`, which pre-hooks don't intercept."""
 
     def __init__(self, watch: CallWatch, method: Any) -> None:
         functools.update_wrapper(self, method)
@@ -697,7 +701,7 @@ class _CopiedMethod:
 
 @dataclass
 class _PartCopies:
-    """An attribute of parts that hold scaled weights: says once that somebody copies one of them alone."""
+    """Attribute of parts with scaled weights that warns once if one of them is copied alone."""
 
     watch: CallWatch
 
@@ -715,12 +719,12 @@ def watch_calls(
     *,
     casts: bool = True,
 ) -> None:
-    """Put exponents on a module so that calls are refused that they do not hold for.
+    """Apply exponents to a module so that calls are refused for which they don't hold.
 
     Args:
-        put: folds them in and casts the module; its patches take them off.
-        patches: take all of it off.
-        casts: the module is cast as well.
+        put: folds the exponents in and casts the module; its patches undo that.
+        patches: undoes everything.
+        casts: whether the module is cast as well.
     """
     if scaling.exponents or scaling.multiplies or scaling.eps or scaling.outputs:
         CallWatch(module, scaling, options or WatchOptions(), casts=casts).put_on(put, patches)

@@ -1,6 +1,6 @@
-"""Whether the weights that exponents are folded into are still those, in the dtype that they had.
+"""Check whether weights with folded exponents are unchanged and still have their original dtype.
 
-**Catches** weights that were written into, exchanged, or cast from the fp32 that the exponents need;
+**Catches** weights that were written into, replaced, or cast from the fp32 that the exponents need;
 gradients of folded weights.
 **Does not catch** weights that are written through `.data` or in inference mode, and single values of a
 matrix.
@@ -25,15 +25,17 @@ from stopdown.scaling_records import Scaling
 
 
 class FoldedWeights:
-    """The folded weights of one module, as they were when `note` was called last."""
+    """The folded weights of one module, as they were at the last call of `note`."""
 
     def __init__(
         self, module: torch.nn.Module, scaling: Scaling, name: str, *, casts: bool
     ) -> None:
-        """
+        """Prepare an empty record; `note` fills it.
+
         Args:
-            name: of the component, for messages.
-            casts: the module is cast, and keeps tensors in fp32 that would lose values in 16 bits.
+            name: name of the component, for messages.
+            casts: whether the module is cast, and keeps tensors in fp32 that would lose values in 16
+                bits.
         """
         self._module, self._scaling, self._name, self._casts = module, scaling, name, casts
         self._weights: list[_Weight] = []
@@ -41,13 +43,13 @@ class FoldedWeights:
         self._refused = set[str]()
 
     def note(self) -> None:
-        """Take the weights that are there now as those that the exponents are in."""
+        """Record the present weights, and which tensors are in fp32, as the right ones."""
         self.note_arrived()
         self._wide = list(_list_wide(self._module)) if self._casts else []
         self._refused.clear()
 
     def note_arrived(self) -> None:
-        """Take weights that arrived since as those that the exponents are in."""
+        """Record the present weights as the right ones, after some have arrived late."""
         self._weights = list(_list_weights(self._module, self._scaling))
 
     @property
@@ -56,16 +58,16 @@ class FoldedWeights:
         return any(x.tensor.itemsize == 2 for x in self._weights)
 
     def refuse_gradients(self, patches: Patches) -> None:
-        """Have backward passes raise that reach a weight, until `patches` is undone."""
+        """Have backward passes that reach a folded weight raise an error, until `patches` is undone."""
         for known in self._weights:
             if known.tensor.requires_grad and known.name not in self._refused:
                 self._refused.add(known.name)
                 refuse_gradient(known.tensor, f"{known.name} of {self._name}", patches)
 
     def check(self) -> None:
-        """Refuse weights that were rewritten under the exponents, or cast from the fp32 that they need.
+        """Raise an error if folded weights were rewritten, or if required fp32 tensors were cast.
 
-        Cost: two comparisons for each folded tensor; no device is asked unless something changed.
+        Cost: two comparisons for each folded tensor; a host read only if something changed.
         """
         if is_in_training(self._module) or not is_plain():
             return
@@ -92,7 +94,14 @@ class FoldedWeights:
 
 @dataclass
 class _Weight:
-    """A tensor that an exponent is folded into, as it was then."""
+    """A tensor with a folded exponent, as recorded.
+
+    Attributes:
+        name: its name in the module.
+        holder, key: dict of the module that holds it, and its key there.
+        version: count of its writes; None if unknown.
+        sample: some of its values on the host; None if it has none here.
+    """
 
     name: str
     holder: dict[str, Any]
@@ -102,12 +111,12 @@ class _Weight:
     sample: torch.Tensor | None
 
     def has_moved(self) -> bool:
-        """Return whether the tensor was replaced or written to."""
+        """Return whether the tensor has been replaced or modified in place since it was recorded."""
         tensor = self.holder.get(self.key)
         return tensor is not self.tensor or count_writes(tensor) != self.version
 
     def accept(self) -> bool:
-        """Accept the present tensor if it has the same values, or none here; return whether it does.
+        """Return whether the current tensor has the recorded values, or none here, and record it if so.
 
         Cost: a host read.
         """
@@ -124,7 +133,7 @@ class _Weight:
 
 
 def _list_wide(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the name, holder and key of each tensor that is in fp32."""
+    """Yield the name, holder and key of each fp32 parameter and buffer."""
     for path, part in module.named_modules():
         for holder in (part._parameters, part._buffers):
             for key, tensor in holder.items():
@@ -144,7 +153,7 @@ def _list_weights(module: torch.nn.Module, scaling: Scaling) -> Iterator[_Weight
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy one value or more of each row and of each column of a weight to the host.
+    """Copy at least one value from each row and each column of a weight to the host.
 
     Cost: an operation and a host read.
     """

@@ -1,8 +1,9 @@
-"""What holds for calls of each signature and sizes, by the equations of their graphs.
+"""Cache of verdicts on whether exponents hold, by call signature and sizes, from the equations of graphs.
 
-Calls that exponents were found for are known. One of other sizes is run once without values: what is folded
-has to be read as it was then (`readings`). One of another signature, or that reads otherwise, is traced
-once, and the equations of its graph say what has to be multiplied at its ends, if that does.
+Calls for which exponents were solved are known to hold. A call with other sizes is run once without
+values: it has to read the folded tensors in the same way (`readings`). A call with another signature,
+or that reads them otherwise, is traced once. The equations of its graph then show what must be
+multiplied at its ends, if that suffices.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ from stopdown.scaling.watch.call_exponents import find_ends as find_call_ends
 from stopdown.scaling_records import Scaling
 
 PLAIN = CallEnds()
-"""Nothing is multiplied."""
+"""Verdict that a call holds with nothing multiplied."""
 
 _MOST_ANSWERS = 8
 
 
 @dataclass
 class _Kind:
-    """Calls of one signature.
+    """Verdict on the calls of one signature.
 
     Attributes:
-        ends: what holds for them; None where nothing does.
-        sizes: of those whose graph was looked at.
-        marks: how these read what is folded; None before other sizes came.
-        is_read: False where that cannot be found without values.
+        ends: what must be multiplied at the ends of such calls; None if the exponents don't hold.
+        sizes: sizes of the calls whose graphs were examined.
+        marks: how these read the folded tensors; None until other sizes occur.
+        is_read: False if that can't be determined without values.
     """
 
     ends: CallEnds | None
@@ -63,17 +64,18 @@ Key = tuple[str, Sizes]
 
 
 class KnownCalls:
-    """What holds for the calls of one module.
+    """Verdicts on the calls of one module.
 
     Attributes:
-        settings: of the module, which a trace sets on its copy.
-        verdicts: signature and sizes to what is multiplied; None where the exponents do not hold.
+        settings: settings of the module, which are copied to the module that is traced.
+        verdicts: signature and sizes to what must be multiplied; None if the exponents don't hold.
     """
 
     def __init__(self, module: torch.nn.Module, scaling: Scaling) -> None:
-        """
+        """Record the calls for which the scaling was solved.
+
         Args:
-            module: as it is without the exponents.
+            module: the module without exponents.
         """
         self._scaling, self.settings = scaling, ModuleSettings(module)
         self._kinds = {
@@ -94,11 +96,11 @@ class KnownCalls:
         self._skeleton = _copy_without_weights(module)
 
     def reads_values(self, key: Key) -> bool:
-        """Return whether the code of such calls reads tensors' values."""
+        """Return whether the code of calls with this signature reads tensor values."""
         return key[0] in self._reading
 
     def refuse(self, key: Key) -> None:
-        """Take it that the exponents do not hold for such calls."""
+        """Record that the exponents don't hold for calls with this signature and sizes."""
         self.verdicts[key] = None
         kind = self._kinds.get(key[0])
         if kind is None or kind.sizes in ([], [key[1]]):  # nor do they for other sizes
@@ -115,10 +117,10 @@ class KnownCalls:
         return ends is not None and ends.is_plain
 
     def holds_for_read(self, key: Key, answers: Answers, call: ComponentCall) -> bool:
-        """Return whether the exponents hold for a call whose code read these values.
+        """Return whether the exponents hold for a call whose Python code branched on these tensor values.
 
-        Cost: for values that were not read before a capture, `_MOST_ANSWERS` times a signature: values
-            that never led the code elsewhere by then are compared no more.
+        Cost: a capture for values that were not read before, up to `_MOST_ANSWERS` times per signature.
+        If values never changed the path by then, later ones are assumed not to.
         """
         if key in self.verdicts:
             return self.verdicts[key] is not None
@@ -136,10 +138,10 @@ class KnownCalls:
     def find_ends(
         self, key: Key, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = ""
     ) -> CallEnds | None:
-        """Find the exponents at a call's ends under which the scaling holds; None if none do.
+        """Find the exponents at a call's ends with which the scaling holds; return None if there are none.
 
-        Cost: for sizes that read folded tensors as others of the signature did, a run without values; else
-            a capture.
+        Cost: a run without values for new sizes that read folded tensors as others of the signature
+        did; else a capture.
         """
         signature, sizes = key
         kind = self._kinds.get(signature)
@@ -164,7 +166,7 @@ class KnownCalls:
     def _read(
         self, kind: _Kind, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str
     ) -> frozenset[int] | None:
-        """Trace how a call reads folded tensors, and once how its kind's first did; None if unknown."""
+        """Record how a call, and once the first of its signature, reads folded tensors; None if unknown."""
         skeleton = self._skeleton
         if skeleton is None or not kind.is_read or self.settings.is_other_code:
             return None
@@ -196,11 +198,11 @@ class KnownCalls:
         is_short: bool = True,
         answers: Answers = (),
     ) -> CallEnds | None:
-        """Find the exponents at a call's ends by the equations of its graph; None if none do.
+        """Find the exponents at a call's ends from the equations of its graph; None without a solution.
 
         Args:
-            answers: the values that its code read from tensors.
-            is_short: a video is cut to its first frames where that can be traced.
+            answers: tensor values that its code read.
+            is_short: trace only the first frames of a video, if possible.
         """
         skeleton = self._skeleton
         if skeleton is None or self.settings.is_other_code:
@@ -233,7 +235,7 @@ class KnownCalls:
 
 
 def _copy_without_weights(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Copy the module with weights on `meta`, for tracing; return None if it cannot be copied."""
+    """Copy the module with its weights on `meta`, for tracing; return None if it can't be copied."""
     memo = detach_derived(module)
     for tensor in name_parameters(module).values():
         empty = torch.empty_like(tensor, device="meta")
@@ -252,7 +254,7 @@ def _empty(own: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cast_arguments(call: ComponentCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call as a component in fp16 gets them."""
+    """Return the arguments of a call as a component in fp16 receives them."""
     collect = lambda *args, **kwargs: (args, kwargs)  # noqa: E731 - in the place of the component
     given: tuple[tuple[Any, ...], dict[str, Any]] = replace(call, below=collect).proceed_in(
         torch.float16
@@ -261,12 +263,12 @@ def cast_arguments(call: ComponentCall) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 def find_path(call: ComponentCall) -> str:
-    """Return the path of a part that is called alone; "" for a call of the module."""
+    """Return the path of a submodule that is called alone; "" for a call of the whole module."""
     return call.callee.component_name if call.callee.stage == "part" else ""
 
 
 def describe_difference(signature: str, scaling: Scaling, method: str) -> str:
-    """Describe a signature against the nearest known one: `with hidden=True, without mask[2d]`."""
+    """Describe how a signature differs from the nearest known one: `with hidden=True, without mask[2d]`."""
     parts = _list_parts(signature)
     known = [_list_parts(x) for x in scaling.signatures if x.startswith(f"{method}(")]
     if not known:
