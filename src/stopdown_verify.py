@@ -54,7 +54,13 @@ MOST_EXPONENT, LEAST_EPS = 512, 2.0**50
 
 @dataclass(frozen=True)
 class Kind:
-    """What the value of a key may be, in words, and a test of it; some keys may be left out."""
+    """Grammar of the value of a key in a certificate.
+
+    Attributes:
+        words: description for errors.
+        holds: tests a value.
+        optional: whether the key may be missing.
+    """
 
     words: str
     holds: Callable[[Any], bool]
@@ -214,15 +220,15 @@ FUNCTIONS: dict[str, tuple[Callable[[Array], Array], float]] = {
 
 
 class Refused(Exception):
-    """The certificate does not prove what it says."""
+    """Raised if the certificate does not prove its claim."""
 
 
 class Unknown(Exception):
-    """No value of the certificate has this name."""
+    """Raised if no value of the certificate has this name."""
 
 
 class Unbounded(Exception):
-    """A rule gives no bound for such inputs."""
+    """Raised by a rule that has no bound for its inputs."""
 
 
 BROKEN = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
@@ -235,7 +241,7 @@ def demand(holds: Any, what: str) -> None:
 
 
 def read_json(content: bytes, name: str = "it") -> Any:
-    """Parse JSON; refuse a name that occurs twice in one object, NaN and infinities."""
+    """Parse JSON; refuse duplicate names in one object, NaN and infinities."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made: dict[str, Any] = {}
@@ -323,7 +329,7 @@ def check_grammar(stated: Node) -> None:
     """Check that a component has the keys, types and ranges of the tables above.
 
     Raises:
-        Refused: names the first fault and the expected value.
+        Refused: with the first fault and the expected value.
     """
     check_keys(stated, COMPONENT)
     demand(len({*stated["files"]}) == len(stated["files"]), "a file is listed twice")
@@ -434,12 +440,17 @@ def read_number(pair: Sequence[int]) -> Fraction:
 
 @dataclass
 class Value:
-    """What is known of a value for every input; arrays have its rank, each size 1 or the value's.
+    """Bounds of a tensor that hold for every input; the tensor is stored multiplied by `2**exponents`.
 
-    No element is larger than `peak` (None: no bound), no 2-norm over the dimensions `rows` than `norm`.
-    What is stored is the value times 2**exponents. `exact` has its centre, with a first dimension of
-    timesteps, its radius, and the length of a row's error. `affine` lists (radius, gain, table, rest): the
-    value is n * gain + table[t] + v with norm(n) <= radius and |v| <= rest.
+    Arrays have the tensor's rank, each size 1 or the tensor's.
+
+    Attributes:
+        peak: upper bound of each element's magnitude; None for no bound.
+        norm: upper bound of the 2-norm over the dimensions `rows`.
+        exact: centre, with a first dimension of timesteps, error radius of each element, and bound of
+            the 2-norm of a row's error; None if the tensor is not known at each timestep.
+        affine: (radius, gain, table, rest) for rows behind a norm: the tensor is `n * gain + table[t] +
+            v` with norm(n) <= radius and |v| <= rest.
     """
 
     shape: Shape
@@ -451,12 +462,12 @@ class Value:
     affine: tuple[tuple[Any, ...], ...] = ()
 
     def store(self) -> Array:
-        """Return the peak of the stored value."""
+        """Return the peak of the stored tensor."""
         return self.peak * 2.0**self.exponents if np.any(self.exponents) else self.peak
 
 
 def follows(pair: Sequence[int], found: float) -> bool:
-    """Return whether a stated bound is between a derived one and TOLERANCE times it; the test is exact."""
+    """Return whether a stated bound lies between a derived one and TOLERANCE times it, exactly computed."""
     stated, exponent = pair
     number, below = found.as_integer_ratio()
     stated, number = (stated * below) << max(exponent, 0), number << max(-exponent, 0)
@@ -464,9 +475,7 @@ def follows(pair: Sequence[int], found: float) -> bool:
 
 
 def write_number(number: float) -> list[int]:
-    """Return an integer mantissa and an exponent of 2; their number slightly exceeds the given one.
-
-    It is less than TOLERANCE times the given number.
+    """Return an integer mantissa and an exponent of 2, whose product slightly exceeds the given number.
 
     It is less than TOLERANCE times the given number.
     """
@@ -482,7 +491,7 @@ def top(array: Array, dims: Any) -> Array:
 
 
 def over(squares: Array, shape: Shape, dims: Any) -> float:
-    """Return the largest sum over dimensions of an array that may be broadcast from size 1."""
+    """Return the largest sum over dimensions of an array; size 1 stands for a whole dimension."""
     for dim in dims:
         sums = squares.sum(axis=dim, keepdims=True)
         squares = squares * shape[dim] if squares.shape[dim] == 1 else sums
@@ -499,7 +508,7 @@ def few(array: Array) -> Array:
 
 
 def bound(shape: Shape, peak: Array, norm: float = math.inf, rows: Any = ()) -> Value:
-    """Return a value with a peak and a norm; without a known norm, the norm follows from a row of peaks."""
+    """Return a value with a peak and a norm; without a known norm, that of a row of peaks is used."""
     peak = np.asarray(peak, dtype=np.float64) * UP
     peak = few(peak.reshape((1,) * (len(shape) - peak.ndim) + peak.shape))
     while peak.size > MOST:  # the longest dimension but the last, as long as there is one
@@ -521,7 +530,7 @@ def by_channel(x: Value) -> Array:
 
 
 def group_dims(shape: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
-    """Group the dimensions of two shapes into runs that hold the same elements."""
+    """Group the dimensions of two shapes, as a reshape pairs them: shortest runs with equal sizes."""
     groups, i, j = [], 0, 0
     while i < len(shape) or j < len(target):
         a, b = i, j
@@ -563,7 +572,7 @@ def move(n: Node, arrays: list[Array], shapes: list[Shape], lead: int = 0) -> Ar
 
 
 def move_value(n: Node, xs: list[Value]) -> Value:
-    """Apply a moving rule to the peaks of values, and to a norm if its dimensions remain recognisable."""
+    """Apply a moving rule to the peaks of values, and to a norm whose dimensions the result still has."""
     shapes, shape, x, rule = [x.shape for x in xs], tuple(n["shape"]), xs[0], n["rule"]
     norm, rows, added, peaks = x.norm, set(x.rows), len(shape) - len(x.shape), [x.peak for x in xs]
     if rule == "view":
@@ -607,14 +616,14 @@ def rule_multiply(c: Graph, n: Node, xs: list[Value]) -> Value:
 
 
 def operands(n: Node, xs: list[Value]) -> tuple[Value, Value]:
-    """Return both operands broadcast to the result's shape; a number also counts as an operand."""
+    """Return both operands broadcast to the result's shape; a number counts as an operand."""
     shape = tuple(n["shape"])
     made = [move_value({"rule": "spread", "shape": shape}, [x]) for x in xs]
     return (*made, bound(shape, abs(float(n.get("number", 0)))))[:2]  # type: ignore[return-value]
 
 
 def rule_unit(c: Graph, n: Node, xs: list[Value]) -> Value:
-    """Bound `x * m ** -0.5` with `m >= mean(x**2)`: the norm of a row is at most the root of its length."""
+    """Bound `x * m ** -0.5` with `m >= mean(x**2)`: a row's 2-norm is at most the root of its length."""
     shape, below, kinds = tuple(n["shape"]), n["from"][1], set[str]()
     power, factor, fits, safe = 1.0, 1.0, True, False
     while fits and (at := c.nodes[c.bare(below, kinds)])["rule"] not in ("mix", "unknown"):
@@ -659,7 +668,7 @@ def rule_bounded(c: Graph, n: Node, xs: list[Value]) -> Value:
 def rule_mix(c: Graph, n: Node, xs: list[Value]) -> Value:
     """Bound a result whose elements are elements of the input along other dimensions, their means, or 0.
 
-    The norm of the longest row applies only if all of a row is taken together.
+    The norm of the input's rows holds for the result only if rows are moved as a whole.
     """
     x, shape, dims = xs[0], tuple(n["shape"]), n["dims"]
     whole = n["of"] != "places" and not x.rows & {*dims}
@@ -686,14 +695,14 @@ def rule_matmul(c: Graph, n: Node, xs: list[Value]) -> Value:
 
 
 def rule_attention(c: Graph, n: Node, xs: list[Value]) -> Value:
-    """Bound attention, a mean of the values for each token."""
+    """Bound attention by its values: each output token is a mean of them."""
     value, shape, last = xs[2], tuple(n["shape"]), len(n["shape"]) - 1
     cut = [d for d in range(last) if d != last - 2 or value.shape[d] != shape[d]]
     return bound(shape, top(value.peak, cut), norm_over(value, [last]), (last,))
 
 
 def rule_norm(c: Graph, n: Node, xs: list[Value]) -> Value:
-    """Bound a normalised row: its mean square is 1, so its norm is the root of its length for any input."""
+    """Bound a normalised row: as its mean square is at most 1, its norm is at most sqrt(length)."""
     shape, groups, rank = tuple(n["shape"]), n.get("groups", 0), len(n["shape"])
     dims = range(1, rank) if groups else range(rank - n["inner"], rank)
     count = math.prod(shape[d] for d in dims) / max(groups, 1)
@@ -713,7 +722,7 @@ def rule_norm(c: Graph, n: Node, xs: list[Value]) -> Value:
 
 
 def rule_lookup(c: Graph, n: Node, xs: list[Value]) -> Value:
-    """Bound the rows of a table."""
+    """Bound an embedding by the rows of its table."""
     w = c.weights[n["weight"]]
     peak = np.max([w.find_largest(part, 0) for _, part in w.read_raw()], axis=0)
     norm = math.sqrt(max(sum_squares(rows).max() for _, rows in w.read(entries=CHUNK)))
@@ -773,18 +782,19 @@ def rule_product(c: Graph, n: Node, xs: list[Value]) -> Value:
 
 
 def find_extremes(rows: Array, steps: Array) -> Array:
-    """Return the largest magnitude of each row times all steps."""
+    """Return the largest magnitude of the products of each row with all steps."""
     count = math.ceil(len(rows) * len(steps) / CHUNK)
     made = (x @ steps.T for x in np.array_split(rows, count))
     return np.concatenate([np.maximum(x.max(1), -x.min(1)) for x in made])
 
 
 def compose_heads(c: Graph, n: Node, x: Value) -> Array:
-    """Bound a linear after attention; for each head, the values and the output form one map.
+    """Bound a linear after attention by the product of value and output weights of each head, `[out]`.
 
-    The map is O (sum_j p_j (V x_j + b)). Each output is at most the sum over heads of norm((O_h V_h)_i)
-    times the norm of one x_j, plus |O b|. Rounding errors of weights, values and their mean pass through
-    |O|. With L L^T = V_h V_h^T, a norm is that of o L; the error of float64 is less than the traces below.
+    Attention returns `sum_j p_j (V x_j + b)`. Each output is at most the sum over heads of norm((O_h
+    V_h)_i) times the norm of one x_j, plus |O b|. Rounding errors of weights, values and their mean are
+    multiplied by |O|. With L L^T = V_h V_h^T, each norm is that of o L. The traces below cover
+    float64's errors.
     """
     chain = c.find_heads(n)
     if chain is None or chain[2]["id"] not in c.errors:
@@ -814,7 +824,7 @@ def compose_heads(c: Graph, n: Node, x: Value) -> Array:
 
 
 def split_table(table: Array) -> tuple[Array, Array, Array, Array]:
-    """Factor a table over timesteps into steps times a few rows.
+    """Factor a table over timesteps `[T, d]` into steps `[T, k]` times a few rows `[k, d]`.
 
     Returns:
         The steps, the rows, the residual by channel, and the largest magnitude by channel.
@@ -906,7 +916,7 @@ def row_error(radius: Array, shape: Shape, length: float) -> float:
 
 
 def follow(n: Node, xs: list[Value], peak: Array) -> tuple[tuple[Any, ...], ...]:
-    """Return the known rows behind the norm of a result, before its own rounding."""
+    """Return the affine rows of a result behind a norm, before its own rounding; () if none are known."""
     rule, last = n["rule"], n["shape"][-1:]
     alike = rule in ("view", "spread", "part") or (
         rule == "same" and n["function"] in ("cast", "copy")
@@ -1070,14 +1080,14 @@ class Weight:
         return tuple(np.concatenate(x) * (UP if i < 2 else 1) for i, x in enumerate(made))
 
     def check_sigma(self, start: int, stop: int, squares: Sequence[Any]) -> float:
-        """Return a bound of the largest singular value: the root of the sum of stated squares.
+        """Return an upper bound of the largest singular value: the root of the sum of the stated squares.
 
-        For columns side by side, the square is at most the sum of the squares. For each part, t - W^T W has
-        a Cholesky decomposition in float64, so that no eigenvalue exceeds t by more than 2 n (n + 1) 2**-53
-        of it (Rump 2006); the products of 512 rows are summed in fp32.
+        For columns side by side, the square is at most the sum of the squares. For each part, t - W^T W
+        has a Cholesky decomposition in float64. So no eigenvalue exceeds t by more than 2 n (n + 1)
+        2**-53 of it (Rump 2006). The products of 512 rows are summed in fp32.
 
         Raises:
-            Refused: a singular value is larger than stated.
+            Refused: if a singular value is larger than stated.
         """
         cuts = np.linspace(0, self.shape[1], len(squares) + 1).astype(int)
         grams = [np.zeros((b - a, b - a)) for a, b in itertools.pairwise(cuts)]
@@ -1099,7 +1109,7 @@ class Weight:
         return math.sqrt(total) * UP
 
     def is_held(self) -> bool:
-        """Return whether fp16 holds all digits of each value: it has 11 binary digits, and bf16 has 8."""
+        """Return whether fp16's 11 significant bits suffice for each value; bf16 has 8."""
         parts = (np.frexp(x)[0] * 2.0**11 for _, x in self.read())
         return self.kind in ("BF16", "F16") or all(bool((x == np.rint(x)).all()) for x in parts)
 
@@ -1115,10 +1125,10 @@ class Weight:
 
 
 def open_weights(folder: Path, files: Sequence[str], stated: Node) -> dict[str, Weight]:
-    """Open the tensors of safetensors files, by name; refuse other files that a loader could take instead.
+    """Open the tensors of safetensors files, by name; refuse other files that a loader could read instead.
 
     Raises:
-        Refused: a header is invalid, a dtype is unknown, or the folder has another file of weights.
+        Refused: if a header is invalid, a dtype is unknown, or the folder has another file of weights.
     """
     found: dict[str, Weight] = {}
     places: dict[str, str] = {}
@@ -1138,7 +1148,7 @@ def open_weights(folder: Path, files: Sequence[str], stated: Node) -> dict[str, 
 
 
 def read_header(path: Path) -> dict[str, tuple[int, Node]]:
-    """Read the header of a safetensors file: the start of its data and the entry of each tensor."""
+    """Read a safetensors header: map each tensor to the offset of the file's data, and to its entry."""
     length = path.stat().st_size
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -1164,7 +1174,7 @@ def read_header(path: Path) -> dict[str, tuple[int, Node]]:
 
 
 def check_folder(folder: Path, places: dict[str, str], files: Sequence[str]) -> None:
-    """Refuse a folder in which a loader could take other weights, or whose index names other files."""
+    """Refuse a folder in which a loader could read other weights, or whose index names other files."""
     indices = 0
     for name in sorted(path.name for path in folder.iterdir()):
         lower = name.lower()
@@ -1180,7 +1190,11 @@ def check_folder(folder: Path, places: dict[str, str], files: Sequence[str]) -> 
 
 
 class Graph:
-    """One call of a component: its values in order."""
+    """Derivation of the bounds of one call's values, in order.
+
+    Args:
+        write: write derived bounds into the certificate, instead of comparing with stated ones.
+    """
 
     def __init__(self, stated: Node, weights: dict[str, Weight], write: bool) -> None:
         self.stated, self.weights, self.write = stated, weights, write
@@ -1191,7 +1205,7 @@ class Graph:
         self.covered = 0
         self.tables: list[tuple[Array, tuple[Array, ...]]] = []
         self.errors: dict[str, tuple[float, Array]] = {}
-        """Of linears: the norm of a row that they read, and how far roundings move what they give."""
+        """Linear to the norm of the rows that it reads, and the rounding error of each of its outputs."""
 
     def split(self, table: Array) -> tuple[Array, ...]:
         """Return `split_table` of a table, computed once for all linears that read the same value."""
@@ -1204,9 +1218,7 @@ class Graph:
     def find_heads(self, n: Node) -> tuple[int, int, Node] | None:
         """Return the heads and width of the attention that a linear reads, and the linear of its values.
 
-        None if the graph has another structure.
-
-        None if the graph has another structure.
+        Return None if the graph has another structure.
         """
         ends, kinds = [n], set[str]()
         for rule in ("view", "order", "attention", "order", "view", "product"):
@@ -1419,8 +1431,9 @@ class Graph:
 
 
 def find_lost(values: Array, dtype: str) -> Array:
-    """Return the rounding errors of stated values in a dtype; 0 for values beyond its range, listed
-    elsewhere.
+    """Return the rounding errors of stated values in a dtype; 0 for values beyond its range.
+
+    Those are listed elsewhere.
     """
     held = values
     if dtype == "bf16":
@@ -1460,13 +1473,13 @@ def check_component(stated: Node, folder: Path, write: bool = False) -> tuple[in
     """Check a component.
 
     Args:
-        write: fill in the results of the derivation, instead of comparing with them.
+        write: write the results of the derivation, instead of comparing with them.
 
     Returns:
         The number of fp16 values and weights, the number that are covered, and the names of the others.
 
     Raises:
-        Refused: the certificate does not prove its claim.
+        Refused: if the certificate does not prove its claim.
     """
     if write:
         prepare(stated)
@@ -1499,7 +1512,7 @@ def check_component(stated: Node, folder: Path, write: bool = False) -> tuple[in
 
 
 def prepare(stated: Node) -> None:
-    """Add the keys that the derivation fills in."""
+    """Add placeholders for the keys that the derivation fills in."""
     stated.update({"unread": [], "uncovered": []})
     for entry in stated["weights"].values():
         entry["sha256"] = "0" * 64
@@ -1555,7 +1568,7 @@ def describe_input(n: Node) -> str:
 
 
 def list_assumed(stated: Node) -> list[str]:
-    """List the facts taken from the file: constants without a file of weights, dtypes and operations."""
+    """List the facts taken from the file: constants that aren't in weight files, dtypes and operations."""
     made = []
     for graph in stated["graphs"]:
         method = name_method(graph)
@@ -1577,7 +1590,7 @@ def describe_assumed(n: Node) -> Iterator[str]:
 
 
 def list_saturated(stated: Node) -> list[str]:
-    """List the values beyond fp16 that count as covered, since only a saturating function reads them."""
+    """List the values beyond fp16 that count as covered, as only a saturating function reads them."""
     found = []
     for number, graph in enumerate(stated["graphs"]):
         for n in (n for n in graph["nodes"] if n["dtype"] == "fp16" and n["bound"]):
@@ -1591,7 +1604,7 @@ def examine_certificate(certificate: Node, folder: Path) -> dict[str, Any]:
     """Check a certificate against the weights in a folder, and return the results as data.
 
     Raises:
-        Refused: the certificate does not prove its claim.
+        Refused: if the certificate does not prove its claim.
     """
     check_keys(certificate, CERTIFICATE)
     names = [stated.get("component") for stated in certificate["components"]]
@@ -1682,9 +1695,9 @@ FORMULAS = {  # what implies a bound; p, N: the peak and the norm of what goes i
 
 
 def list_places(certificate: Node) -> dict[str, tuple[Node, int | None, str]]:
-    """Return the names that `--explain` accepts: each names a component and a value, module or tensor.
+    """Map the names that `--explain` accepts to the component, and the value or tensor that they mean.
 
-    A module stands for its last value. Values of a second call have their own names, such as `1:add`.
+    A module's name means its last value. Values of a second call have their own names, such as `1:add`.
 
     Returns:
         By name: the component, the number of its graph (None for a tensor), and the name in it.
@@ -1715,9 +1728,10 @@ def find_place(certificate: Node, name: str) -> tuple[Node, int | None, str]:
 
 
 def find_needed(nodes: Iterable[Node]) -> dict[str, list[str]]:
-    """Return the names of the values that each bound follows from; the bound of a norm needs none.
+    """Map each value to those from which its bound follows; the bound of a norm needs none.
 
-    Values that depend only on the timestep are computed, even behind a function that limits its result.
+    Values that depend only on the timestep are computed, so they need their inputs even if the function
+    is bounded.
     """
     found: dict[str, list[str]] = {}
     computed = set[str]()
@@ -1761,7 +1775,7 @@ def explain_value(certificate: Node, name: str) -> dict[str, Any]:
 
 
 def explain_tensor(stated: Node, key: str) -> dict[str, Any]:
-    """Return the facts about a tensor, and the values that read it."""
+    """Return a tensor's exponents and dtype, whether it is covered, and the values that read it."""
     nodes = [(i, n) for i, graph in enumerate(stated["graphs"]) for n in graph["nodes"]]
     reads = [f"{i}:{n['id']}" for i, n in nodes if key in (n.get("weight"), n.get("bias"))]
     return {"tensor": key, "read_by": reads, "wide": stated["weights"][key]["wide"],
@@ -1830,10 +1844,10 @@ UNCHECKED = "Not checked: these are the file's own words. --weights FOLDER deriv
 
 
 def read_certificate(path: Path) -> Node:
-    """Read a certificate without a check of its grammar.
+    """Read a certificate without checking its grammar.
 
     Raises:
-        OSError: it can't be read, or is a file of another kind, such as a plan.
+        OSError: if it can't be read, or is a file of another kind, such as a plan.
     """
     found = read_json(path.read_bytes())
     kind = found.get("kind", "certificate") if type(found) is dict else "certificate"
