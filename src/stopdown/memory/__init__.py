@@ -1,1 +1,1 @@
-"""Peak memory known before a run, ways to stay below a limit, and what they cost."""
+"""Prediction of a run's peak memory, strategies to stay below a limit, and their costs."""

@@ -1,11 +1,11 @@
-"""What tells the code of blocks and tiles apart, and what one of them gave, to be given again for another.
+"""Reuse of the results of repeated blocks and tiles in a dry run, and the signatures that tell them apart.
 
-Code without weights depends on nothing but shapes, strides, dtypes and plain values: those of its
-arguments, and those that its modules keep. So one block or tile stands for all that are alike, and what it
-writes into lists, as Wan's decoder does into its cache, is written again for each. Code that leaves
-something of another shape on its modules runs each time.
+On tensors without values, the code of a block depends only on the shapes, strides, dtypes and plain values
+of its arguments and of the state on its modules. So one block or tile is run for all that have the same
+signature. What it writes into lists, as Wan's decoder does into its cache, is written again for each.
+Code that leaves state of another shape on its modules runs each time.
 
-Not covered: what code keeps elsewhere than in its arguments and on its modules.
+Not covered: state that code keeps elsewhere than in its arguments and on its modules.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from stopdown.module_calls.call import sign_arguments
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple, list)
 _NUMBERS = ("layer_idx",)
-"""Attributes that number blocks, and change nothing that a block takes."""
+"""Attributes that only number blocks; a block's memory use doesn't depend on them."""
 
 
 def sign_block(block: torch.nn.Module) -> str:
-    """Return a signature of a block's memory use: parts, weights, settings and hooks."""
+    """Return a signature of what determines a block's memory use: submodules, weights, settings, hooks."""
     told: list[Any] = []
     for path, part in block.named_modules():
         attributes = {
@@ -44,16 +44,16 @@ def sign_block(block: torch.nn.Module) -> str:
 
 
 def _describe_kind(value: Any) -> str:
-    """Return the class of a value, or the name of a function with the classes of its bound arguments."""
+    """Return a value's class name; for a function, its name and the classes of `partial` arguments."""
     if isinstance(value, functools.partial):
         return f"{_describe_kind(value.func)}({[_describe_kind(x) for x in value.args]})"
     return getattr(value, "__qualname__", "") or type(value).__qualname__
 
 
 def sign_state(block: torch.nn.Module) -> str:
-    """Return a signature of a block's state beside weights and buffers.
+    """Return a signature of a block's state other than its weights and buffers.
 
-    Tensors count by shape, plain values by value.
+    A tensor contributes its shape, strides and dtype, and a plain value its value.
     """
     with torch._C.DisableTorchFunction():
         return str(
@@ -77,11 +77,11 @@ def _sign_kept(value: Any) -> Any:
 
 
 class GivenArguments:
-    """The arguments of a block or tile as they were before it ran; no tensor is kept alive.
+    """The arguments of a block or tile before it runs, held by weak references.
 
     Attributes:
-        signature: what tells them apart, with what the block keeps. What is not contiguous is copied here
-            and there, so strides are part of it.
+        signature: of the arguments and the block's state. It includes strides, because code copies some
+            tensors that are not contiguous.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class GivenArguments:
         self._leaves, self._fixed = _hold(leaves), _hold(self._list_fixed())
 
     def describe(self, output: Any) -> BlockResult | None:
-        """Describe the code's output; return None if shapes alone do not suffice to give it again.
+        """Describe the block's output; return None if shapes alone don't suffice to reproduce it.
 
-        A tensor that it made must have memory of its own, only lists may have been written into, and the
-        block's state must be as large as before.
+        Each new tensor must own its memory, only list arguments may have changed, and the block's state
+        must have the same signature as before.
         """
         fixed = self._list_fixed()
         if sign_state(self._block) != self._state:
@@ -125,7 +125,7 @@ class GivenArguments:
             return BlockResult(*pytree.tree_map_only(torch.Tensor, describe, nest))
 
     def _list_fixed(self) -> list[Any]:
-        """List the argument values that the code may not change: all except those in lists."""
+        """List the argument values that the block must not change: all except those in lists."""
         args, kwargs = self._given
         lists = {id(x) for x in self._lists}
         return pytree.tree_leaves([x for x in (*args, *kwargs.values()) if id(x) not in lists])
@@ -133,18 +133,21 @@ class GivenArguments:
 
 @dataclass(frozen=True)
 class BlockResult:
-    """What the code of a block or tile gave.
+    """The result of a block or tile, without tensors.
 
     Attributes:
-        output: each tensor as its shape, strides, dtype and device, or as its place among the arguments.
-        lists: what those among the arguments hold now, in the same way.
+        output: each tensor as its shape, strides, dtype and device, or as its position in the arguments.
+        lists: contents of the list arguments after the call, in the same form.
     """
 
     output: Any
     lists: list[list[Any]]
 
     def give_again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Write into the lists and return the output, in memory of their own; arguments as they are."""
+        """Reproduce the result for other arguments: fill their lists and return the output.
+
+        New tensors are allocated; tensors that the block passed through are those of `args` and `kwargs`.
+        """
         output, contents = self._place(pytree.tree_leaves((args, kwargs)))
         lists = find_lists(args, kwargs)
         for held in lists:
@@ -159,7 +162,7 @@ class BlockResult:
 
 
 def find_lists(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Any]]:
-    """Find the list arguments without nested containers: caches and counters that code may write into."""
+    """Find the list arguments that contain no containers: caches and counters that code may write to."""
     return [
         x
         for x in (*args, *kwargs.values())
@@ -180,7 +183,7 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor that was given."""
+    """A tensor among the arguments, by its position."""
 
     number: int
 
@@ -196,7 +199,7 @@ def _is_same(before: Any, leaf: Any) -> bool:
 
 
 def _own_their_memory(made: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
-    """Return whether each made tensor fills a storage of its own, shared with no other tensor."""
+    """Return whether each tensor in `made` fills a storage that no other tensor shares."""
     storages = [x.untyped_storage() for x in made]
     others = [x.untyped_storage() for x in given]
     own = {*map(id, storages)} - {*map(id, others)}

@@ -1,18 +1,18 @@
-"""Bytes of the tensors that are alive, counted operation by operation.
+"""Tracker of live tensor memory: a dispatch mode that counts bytes operation by operation.
 
-Every storage that an operation returns is counted until its last tensor dies, as an allocator would,
-because Python drops it at the same moment. So it works on fake tensors as well, which own no memory:
-a call of a full-size model is counted in seconds, without its weights. On the CPU the peak is that of
-PyTorch's own allocator to the byte for most calls (measured in `benchmarks/memory.py`).
+Every storage that an operation returns counts until its last tensor dies, as in an allocator, because
+Python drops it at the same moment. This works on fake tensors too, which own no memory, so a call of a
+full-size model is counted in seconds, without its weights. On the CPU the peak is that of PyTorch's own
+allocator to the byte for most calls (measured in `benchmarks/memory.py`).
 
-For a convolution on the CPU, PyTorch picks one of several implementations by dtype, channels and size,
-and says which (`_select_conv_backend`, which its own fake tensors ask as well). Two of them take memory
-that counts: the plain one unfolds its input into columns, one for each place of the output; oneDNN's
-copies input, weights and output into blocks of channels, 16 with AVX-512, else 8. Sizes as the allocator
-reported them, torch 2.13.0, 2026-11-21, with AVX-512 and with AVX2.
+For a convolution on the CPU, PyTorch picks one of several implementations by dtype, channels and size, and
+reports which (`_select_conv_backend`; PyTorch's fake tensors use it too). Two of them need a considerable
+workspace: the plain one unfolds its input into columns, one for each output position; oneDNN's copies
+input, weights and output into blocks of channels, 16 with AVX-512, else 8. The sizes are those that the
+allocator reported with torch 2.13.0 on 2026-11-21, with AVX-512 and with AVX2.
 
-Not covered: what other kernels allocate for themselves and free before they return (cuDNN's
-workspaces, transposed convolutions), an allocator's rounding and fragmentation, memory outside of PyTorch.
+Not covered: memory that other kernels allocate and free before they return (cuDNN's workspaces,
+transposed convolutions), an allocator's rounding and fragmentation, memory outside of PyTorch.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ from stopdown.devices.maker_formats import read_cpu_flags
 from stopdown.numerics import count_attention_on_cpu
 
 Event = tuple[int | str, int]
-"""A storage's number, or a module's path, and what becomes of it: its bytes, or 1 where it is entered; 0 at
-the end."""
+"""An event: a storage's number with its bytes when it is allocated, or a module's path with 1 when it is
+entered. The second entry is 0 when the storage dies or the module is left."""
 
 
 class StorageTracker(TorchDispatchMode):
-    """Counts, while it is entered, the storages that operations make.
+    """A dispatch mode that counts the storages that operations allocate.
 
     Attributes:
-        peak_bytes: the most since the start or the last `restart`.
+        live_bytes: bytes of the counted storages that are alive.
+        peak_bytes: maximum of `live_bytes` and workspaces since the start or the last `restart`.
         flops: of matrix products, convolutions and attention, since the start.
-        on_operation: told of each operation's positional arguments before it runs.
-        kind: of tensors that are counted; others stand for nothing that a device would hold.
-        events: number of a storage and its bytes where it is made, and 0 where it dies.
+        on_operation: callback that receives each operation's positional arguments before it runs.
+        kind: class of the tensors that are counted; tensors of other classes are ignored.
+        events: allocations and frees of storages, in order.
     """
 
     def __init__(self, *, on_cpu: bool = True) -> None:
         """
         Args:
-            on_cpu: whether the kernels are those of the CPU, whose convolutions take memory too.
+            on_cpu: whether to count the workspaces of the CPU's convolutions.
         """
         super().__init__()
         self.live_bytes = self.peak_bytes = self.flops = 0
@@ -63,12 +64,12 @@ class StorageTracker(TorchDispatchMode):
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave the storages of these tensors out: weights, and tensors from outside."""
+        """Exclude the storages of these tensors, such as weights, from the count."""
         for tensor in tensors:
             self._watch(tensor.untyped_storage(), 0)
 
     def count(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that no operation made while this was entered."""
+        """Count the storages of these tensors, unless they are known already."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if id(storage) not in self._known:
@@ -76,7 +77,7 @@ class StorageTracker(TorchDispatchMode):
                 self._watch(storage, storage.nbytes())
 
     def restart(self) -> int:
-        """Begin a new peak at the live bytes; return the peak until now."""
+        """Reset the peak to the live bytes and return the previous peak."""
         before, self.peak_bytes = self.peak_bytes, self.live_bytes
         return before
 
@@ -99,12 +100,12 @@ class StorageTracker(TorchDispatchMode):
         return output
 
     def add(self, nbytes: int) -> None:
-        """Count a new storage."""
+        """Add a new storage's bytes to the live bytes, and update the peak."""
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _watch(self, storage: Any, nbytes: int) -> None:
-        """Forget a storage when its last tensor dies."""
+        """Record a storage as known and subtract its bytes when its last tensor dies."""
         key = id(storage)
         if key not in self._known:
             number = next(self.numbers)
@@ -121,7 +122,7 @@ class StorageTracker(TorchDispatchMode):
 
 
 def _count_flops(packet: Any, args: Any, kwargs: dict[str, Any], output: Any) -> int:
-    """Count the floating-point operations of a product, a convolution or attention; 0 for others."""
+    """Count the FLOPs of a matrix product, a convolution or attention; return 0 for other operations."""
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
         return count_attention_on_cpu(*(x.shape for x in args[:3]))
     rule = flop_registry.get(packet)
@@ -129,12 +130,16 @@ def _count_flops(packet: Any, args: Any, kwargs: dict[str, Any], output: Any) ->
 
 
 def _find_block() -> int:
-    """Return the channels in one block of oneDNN's layouts: the fp32 values of a register."""
+    """Return the channels in one block of oneDNN's layouts: as many as fp32 values fit in a register."""
     return 16 if "avx512_bw" in read_cpu_flags() else 8
 
 
 def count_workspace(func: Any, args: Any, output: Any) -> int:
-    """Return the bytes that an operation takes beside its output while it runs; 0 if unknown."""
+    """Return the bytes of an operation's workspace, which it needs beside its output; 0 if unknown.
+
+    Args:
+        func: an ATen overload; only `aten.convolution` on the CPU has a known workspace.
+    """
     if func is not torch.ops.aten.convolution.default or args[0].device.type != "cpu":
         return 0
     backend = str(_select_backend(args))
@@ -151,9 +156,9 @@ def count_workspace(func: Any, args: Any, output: Any) -> int:
 
 
 def count_sums(func: Any, args: Any) -> int:
-    """Return the bytes that attention takes on CUDA beside its output: its sums in fp32, for wide heads.
+    """Return the bytes of the fp32 accumulator that attention allocates on CUDA for wide heads.
 
-    The memory-efficient kernel keeps them in registers up to 128 values a head, and in memory beyond
+    The memory-efficient kernel accumulates in registers up to 128 values a head, and in memory beyond
     (`kNeedsOutputAccumulatorBuffer` of PyTorch's `kernel_forward.h`); FlashAttention ends at 256.
     """
     if func not in _ATTENTION or args[2].shape[-1] <= MOST_IN_REGISTERS:
@@ -170,7 +175,7 @@ _ATTENTION = (
 
 
 def _select_backend(args: Any) -> Any:
-    """Return the implementation that PyTorch takes for the arguments of `aten.convolution`."""
+    """Return the implementation that PyTorch selects for these arguments of `aten.convolution`."""
     given, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args
     return torch._C._select_conv_backend(
         given,
@@ -187,7 +192,11 @@ def _select_backend(args: Any) -> Any:
 
 
 def _count_blocks(given: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:
-    """Count the bytes of copied input and weights beside a blocked output, or of both outputs if more."""
+    """Return the workspace bytes of oneDNN's convolution, which copies its operands into blocks.
+
+    At first the copied input, the weights and the blocked output are alive, then both outputs. The larger
+    sum counts, less the plain output.
+    """
     plain, blocked = output.nbytes, _pad_channels(output)
     copied = _pad_channels(given) if given.shape[1] >= _find_block() else 0
     return max(copied + weight.nbytes + blocked, blocked + plain) - plain

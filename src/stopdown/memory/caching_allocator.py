@@ -1,17 +1,17 @@
-"""A model of PyTorch's caching allocator for CUDA, ROCm and XPU: what it takes from the driver.
+"""Simulation of PyTorch's caching allocator for CUDA, ROCm and XPU: the memory it reserves.
 
-The rules are those of `c10/cuda/CUDACachingAllocator.cpp` without settings, for one stream:
+The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with default settings, for one stream:
 
 - A size is rounded up to 512 bytes. Up to 1 MiB it comes from the small pool, else from the large one.
-- The smallest free block that is large enough is taken. In the small pool its rest stays free from 512
-  bytes on, in the large pool from more than 1 MiB on; a smaller rest is handed out with it.
-- Without such a block a segment is taken from the driver: 2 MiB for the small pool, 20 MiB for sizes
-  below 10 MiB, else the size rounded up to 2 MiB.
-- Free neighbours of one segment are merged, never those of two.
-- Nothing goes back to the driver until memory runs out; then all segments do that nothing is in.
+- The smallest free block that is large enough is used. It is split if the remainder is at least 512
+  bytes in the small pool, or more than 1 MiB in the large pool; else it is handed out whole.
+- If no block is large enough, a segment is requested from the driver: 2 MiB for the small pool, 20 MiB
+  for sizes below 10 MiB, else the size rounded up to 2 MiB.
+- Free neighbours are merged within a segment, never across segments.
+- Nothing is returned to the driver until memory runs out; then all empty segments are.
 
-With `expandable` each pool is one segment that grows by pages of 2 or 20 MiB, every rest stays free, and
-pages that nothing is in go back. Their holes are not filled again here; the segment grows instead.
+With `expandable`, each pool is one segment that grows by pages of 2 or 20 MiB, every remainder stays
+free, and empty pages are returned. Here their holes aren't filled again; the segment grows instead.
 
 Not covered: several streams, `max_split_size_mb` and other settings, and memory that the driver takes
 for itself (context, kernels).
@@ -31,16 +31,17 @@ LARGE_SEGMENT_BYTES = 20 * 2**20
 LARGE_BYTES = 10 * 2**20
 
 WORKSPACE_BYTES = (4096 * 2 + 16 * 8) * 1024
-"""Of cuBLAS, from the first product on: `CUBLAS_WORKSPACE_CONFIG` is `:4096:2:16:8` by itself."""
+"""Bytes of cuBLAS's workspace, kept from the first product on (`CUBLAS_WORKSPACE_CONFIG` `:4096:2:16:8`,
+the default)."""
 
 HOPPER_WORKSPACE_BYTES = 4096 * 8 * 1024
-"""Of cuBLAS on compute capability 9.0: `:4096:8`."""
+"""Bytes of cuBLAS's workspace on compute capability 9.0 (`:4096:8`)."""
 
 
 def find_workspace(profile: Profile) -> int | None:
-    """Return the bytes of cuBLAS's workspace on a device; None if its allocator keeps no segments.
+    """Return the bytes of cuBLAS's workspace on a device; None if the device's allocator isn't modelled.
 
-    The allocators of ROCm and XPU follow CUDA's rules. That of MPS has others, which are not modelled.
+    The allocators of ROCm and XPU follow CUDA's rules. MPS's doesn't, and the CPU's reserves nothing.
     """
     if profile.kind in ("cpu", "mps"):
         return None
@@ -48,16 +49,16 @@ def find_workspace(profile: Profile) -> int | None:
 
 
 class OutOfMemory(Exception):
-    """A model's limit does not hold what is asked of it."""
+    """Raised if an allocation would exceed the simulated allocator's limit."""
 
 
 def round_size(nbytes: int) -> int:
-    """Round a request up to the bytes of its block."""
+    """Round a request in bytes up to the size of its block."""
     return max(BLOCK_BYTES, -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES)
 
 
 def size_segment(size: int) -> int:
-    """Return the bytes to take from the driver for a block for which no free one is large enough."""
+    """Return the size of the segment to request from the driver for a block of `size` bytes."""
     if size <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < LARGE_BYTES:
@@ -66,15 +67,15 @@ def size_segment(size: int) -> int:
 
 
 class Block:
-    """A part of a segment, between its neighbours."""
+    """A contiguous part of a segment, linked to its neighbours."""
 
     __slots__ = ("after", "before", "is_free", "place", "pool", "size", "start")
 
     def __init__(self, pool: Pool, place: int, start: int, size: int) -> None:
         """
         Args:
-            place: of the segment among all that were ever taken.
-            start: offset in the segment.
+            place: number of its segment, counted over all segments ever allocated.
+            start: byte offset in the segment.
         """
         self.pool, self.place, self.start, self.size = pool, place, start, size
         self.before: Block | None = None
@@ -83,16 +84,18 @@ class Block:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """The order of free blocks: by size, then by address."""
+        """The sort key of free blocks: size, then address."""
         return self.size, self.place, self.start
 
 
 class Pool:
-    """Free blocks of one kind.
+    """The free blocks of one size class, small or large.
 
     Attributes:
-        least_rest: bytes from which the rest of a block stays free.
-        last: the end of an expandable segment.
+        least_rest: a block is split if at least so many bytes would be left over.
+        page: bytes by which an expandable segment grows.
+        keys: sort keys of the free blocks, ascending.
+        last: the last block of an expandable segment.
     """
 
     def __init__(self, least_rest: int, page: int) -> None:
@@ -112,25 +115,28 @@ class Pool:
         block.is_free = False
 
     def count_pages(self, size: int) -> int:
-        """Return the bytes of the pages that an expandable segment lacks for a block at its end."""
+        """Return the bytes to map, in whole pages, so that a block fits at an expandable segment's end."""
         there = self.last.size if self.last is not None and self.last.is_free else 0
         return -(-(size - there) // self.page) * self.page
 
     def find(self, size: int) -> Block | None:
-        """Find the smallest free block of at least this size, the end of an expandable segment last."""
+        """Find the smallest free block of at least `size` bytes, or None.
+
+        The last block of an expandable segment is used only if no other fits.
+        """
         at = bisect.bisect_left(self.keys, (size, 0, 0))
         found = [self.blocks[key] for key in self.keys[at : at + 2]]
         return next((x for x in found if x is not self.last), found[0] if found else None)
 
 
 class CachingAllocator:
-    """What is reserved while tensors are made and dropped.
+    """A simulation of PyTorch's CUDA caching allocator, which counts bytes and owns no memory.
 
     Attributes:
-        limit_bytes: that reserved memory may come to.
-        allocated_bytes, reserved_bytes: now; `peak_…` the most so far.
-        segments: that are held.
-        releases: how often memory ran out and what was free went back.
+        limit_bytes: maximum of `reserved_bytes`; None for no limit.
+        allocated_bytes, reserved_bytes: current totals; `peak_…` are their maxima so far.
+        segments: number of segments reserved now.
+        releases: how often the limit was reached, so that free segments were returned to the driver.
     """
 
     def __init__(
@@ -139,8 +145,8 @@ class CachingAllocator:
         """
         Args:
             limit_bytes: None for no limit.
-            grows: the limit is raised where it does not hold what is needed, so that the peak is the
-                least that suffices.
+            grows: raise the limit instead of failing, so that the final peak is the smallest limit that
+                suffices.
         """
         self.limit_bytes, self._expandable, self._grows = limit_bytes, expandable, grows
         self._small = Pool(BLOCK_BYTES, SMALL_SEGMENT_BYTES)
@@ -150,7 +156,11 @@ class CachingAllocator:
         self._places = itertools.count(1)
 
     def allocate(self, nbytes: int) -> Block | None:
-        """Allocate a block for so many bytes; return None for a tensor without elements."""
+        """Allocate a block of at least `nbytes`; return None if `nbytes` is 0.
+
+        Raises:
+            OutOfMemory: the limit would be exceeded and may not grow.
+        """
         if nbytes <= 0:
             return None
         size = round_size(nbytes)
@@ -173,7 +183,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block | None) -> None:
-        """Give a block back, and join it with its free neighbours."""
+        """Free a block and merge it with its free neighbours; None does nothing."""
         if block is None:
             return
         pool = block.pool
@@ -187,7 +197,7 @@ class CachingAllocator:
         pool.put(block)
 
     def release(self) -> None:
-        """Give unused memory back to the driver, as by `empty_cache` or when memory runs out."""
+        """Return unused memory to the driver, as `empty_cache` does and as happens when memory runs out."""
         for pool in (self._small, self._large):
             for block in [*pool.blocks.values()]:
                 if self._expandable:
@@ -218,7 +228,7 @@ class CachingAllocator:
         return self.limit_bytes is not None and self.reserved_bytes + nbytes > self.limit_bytes
 
     def _make_room(self, nbytes: int) -> None:
-        """Give unused memory back if so many bytes more would exceed the limit."""
+        """Return unused memory to the driver if reserving `nbytes` more would exceed the limit."""
         if self._lacks(nbytes):
             self.releases += 1
             self.release()
@@ -231,7 +241,7 @@ class CachingAllocator:
         return Block(pool, next(self._places), 0, taken)
 
     def _expand(self, pool: Pool, size: int) -> Block:
-        """Map pages at the end of a pool's segment, and take its free end with them."""
+        """Map pages at the end of a pool's segment; return them, joined with its last block if free."""
         self._make_room(pool.count_pages(size))
         pages = pool.count_pages(size)  # the free end may have gone back
         self._reserve(pages)
@@ -250,7 +260,7 @@ class CachingAllocator:
         return block
 
     def _unmap(self, pool: Pool, block: Block) -> None:
-        """Give back the whole pages of a free block; the rest on either side stays free."""
+        """Unmap the whole pages inside a free block; what remains on either side stays free."""
         begin = -(-block.start // pool.page) * pool.page
         end = (block.start + block.size) // pool.page * pool.page
         if end <= begin:

@@ -1,8 +1,8 @@
-"""Every strategy of a pipeline predicted, and the cheapest that stays below a limit.
+"""Predicted memory and time of every memory strategy of a pipeline, and the fastest below a limit.
 
-Where the speed of the device is known, the time of each is estimated: operations at the rate of a
-large matrix product, and weights over the link between host and device. Otherwise they are in the
-order of what they usually cost.
+If the device's speed is known, each strategy's time is estimated: its FLOPs at the rate of a large matrix
+product, plus its weight transfers at the bandwidth between host and device. Otherwise strategies are
+ordered by what they usually cost.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from stopdown.pipelines.dry_run import Answers
 from stopdown.records import MemoryRow, Plan
 
 USABLE_SHARE = 0.95
-"""Share of a limit that predictions may fill: allocators round, and kernels take a little."""
+"""Share of a limit that a prediction may fill: allocators round up, and kernels need workspaces."""
 
 SEAMS_WEIGHT = 1.05
-"""How much longer a run may take for a picture without seams: estimates are no nearer than that."""
+"""A run without seams is preferred if it takes at most so many times as long, the error of an estimate."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """All predictions for one run.
+    """The predictions of all memory strategies for one run.
 
     Attributes:
-        predictions: those that cost the least time first.
-        sides: height and width of what was decoded; None where nothing was.
-        plan: that the run computes by, if several are compared.
-        speed: of the device by that plan; None where it is not known.
+        predictions: one for each strategy, the fastest first.
+        strays: component → module path → modules that read its weights while it doesn't run.
+        sides: height and width of the decoded output in pixels; None if the run decodes nothing.
+        plan: the precision plan of the run, if several plans are compared.
+        speed: of the device in that plan's precisions; None if unknown.
     """
 
     predictions: tuple[Prediction, ...]
@@ -54,11 +55,11 @@ class Fit:
 
 
 class Room(NamedTuple):
-    """What there is on a device.
+    """The memory of a device.
 
     Attributes:
-        limit_bytes: where a run with nothing made smaller stays within it, no other variant is run.
-        workspace_bytes: by `find_workspace`; None where the device's allocator reserves nothing.
+        limit_bytes: if an unmodified run stays within it, no other strategy is predicted.
+        workspace_bytes: of cuBLAS, from `find_workspace`; None if the device's allocator reserves nothing.
     """
 
     limit_bytes: int = 0
@@ -79,14 +80,15 @@ def predict_all(
     progress: Callable[[int, int], None] | None = None,
     room: Room = NO_LIMIT,
 ) -> Fit:
-    """Run every variant dry and predict every strategy.
+    """Predict every strategy, with one dry run for each variant of the calls (tiling, pieces, chunks).
 
-    A variant is left out if its result has other sizes: its tiles do not fit this size.
+    A variant is left out if its outputs have other shapes, because its tiles don't fit the run's size.
 
     Args:
         fused: whether attention runs in a kernel that keeps no score matrix.
-        on_cpu: whether the run is to be on the CPU, whose convolutions take memory for themselves.
-        answers: of dry runs of other pipelines of this configuration; new answers are added.
+        on_cpu: whether to predict a run on the CPU, whose convolutions need workspaces.
+        answers: cached results of dry runs of pipelines with this configuration; new ones are added.
+        progress: called with the number of finished variants and of all.
     """
     coders = [module for module in find_components(pipe).values() if is_autoencoder(module)]
     strategies = list_strategies(
@@ -132,24 +134,24 @@ def predict_all(
 def predict_resident(
     pipe: Any, arguments: Mapping[str, Any], *, on_cpu: bool, answers: Answers | None = None
 ) -> Fit:
-    """Predict the memory of one step with all weights on the device, and with no other strategy."""
+    """Predict only the strategy that keeps all weights on the device, for one denoising step."""
     given = {**arguments, "num_inference_steps": 1}
     run = listen_to_run(pipe, given, MemoryListener(on_cpu=on_cpu), answers)
     return Fit((predict(run, Strategy(), steps=1),), sides=_find_sides(run))
 
 
 def _find_sides(run: RunMemory) -> tuple[int, int] | None:
-    """Find the height and width of the last decoder's output: its last two dimensions."""
+    """Return the last two dimensions (height and width) of the last decoder output; None without one."""
     shapes = [x for call in run.calls if call.stage == "decode" for x in call.shapes]
     pictures = [shape for shape in shapes if len(shape) >= 4]
     return (pictures[-1][-2], pictures[-1][-1]) if pictures else None
 
 
 def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
-    """Sort predictions by their estimated time, the least first.
+    """Sort predictions by their estimated time, the shortest first; unchanged if `speed` is None.
 
-    Tiles and chunks change the picture where they meet, so they come first only if they save more than a
-    few percent, and never before a run with nothing made smaller.
+    Tiles and chunks leave seams in the picture, so they come first only if they save more than
+    `SEAMS_WEIGHT`. An unmodified run always comes first.
     """
     if speed is None:
         return fit
@@ -163,7 +165,7 @@ def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
 
 
 def count_disk(fit: Fit, host_limit: int) -> Fit:
-    """Return the predictions; if weights exceed the host memory for them, their time has disk reads."""
+    """Re-estimate times with weights read from disk, if offloaded weights exceed the host memory."""
     stored = max(one.stored_bytes for one in fit.predictions)
     if fit.speed is None or stored <= host_limit:
         return fit
@@ -171,7 +173,7 @@ def count_disk(fit: Fit, host_limit: int) -> Fit:
 
 
 def choose_prediction(fit: Fit, limit_bytes: int) -> Prediction | None:
-    """Return the prediction that costs the least time among those that fit; None if none does."""
+    """Return the fastest prediction that fits within the limit, or None if none does."""
     return next((one for one in fit.predictions if _fits(one, limit_bytes)), None)
 
 
@@ -180,7 +182,7 @@ def _fits(prediction: Prediction, limit_bytes: int) -> bool:
 
 
 def keep_tiling(fit: Fit, tiling: bool) -> Fit:
-    """Keep the predictions that decode in tiles, or those that do not.
+    """Return only the predictions with tiled decoding, or only those without.
 
     Tiling is the only native setting that changes the picture.
     """
@@ -189,7 +191,10 @@ def keep_tiling(fit: Fit, tiling: bool) -> Fit:
 
 
 def choose_tiling(fits: Iterable[Fit], limit_bytes: int) -> bool | None:
-    """Return whether compared runs decode in tiles: all do if one has to. Return None if none fits."""
+    """Return whether compared runs must all decode in tiles, because one of them fits only with tiles.
+
+    Return None if no run fits.
+    """
     fitting = [fit for fit in fits if choose_prediction(fit, limit_bytes) is not None]
     if not fitting:
         return None
@@ -201,7 +206,7 @@ def find_smallest(fit: Fit) -> Prediction:
 
 
 def make_rows(fit: Fit, unit_s: float) -> tuple[MemoryRow, ...]:
-    """Make the table of all strategies, with times as ratios to `unit_s`."""
+    """Make the rows of a table of all strategies, with times as ratios to `unit_s` seconds."""
     return tuple(
         MemoryRow(
             one.strategy.name,
@@ -217,14 +222,14 @@ def make_rows(fit: Fit, unit_s: float) -> tuple[MemoryRow, ...]:
 
 
 def estimate_time(prediction: Prediction, speed: Speed | None) -> float:
-    """Estimate the seconds that a run takes; 1.0 if the device's speed is unknown."""
+    """Estimate the run time in seconds; return 1.0 if the device's speed is unknown."""
     if speed is None:
         return 1.0
     return prediction.flops / speed.flops_per_s + prediction.moved_bytes / speed.link_bytes_per_s
 
 
 def _list_shapes(run: RunMemory) -> list[tuple[tuple[int, ...], ...]]:
-    """List the output shapes of each call; chunks of a video that are decoded in turn are one."""
+    """List the output shapes of each call; consecutive decoded chunks of a video count as one call."""
     found: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
     for call in run.calls:
         shapes = call.shapes

@@ -1,13 +1,12 @@
-"""A run that stays below a limit: a strategy for each component call, and a smaller one after a
-call that still ran out of memory.
+"""`Offloader`: runs a pipeline with a memory strategy, and with a smaller one after an out-of-memory error.
 
-The call that failed is run again with the same arguments; what came before it is kept. The strategy
-stays for the rest of the run. The weights of a group (a component, a block, a layer) wait on a store
+The call that failed is run again with the same arguments; earlier results stay. The smaller strategy
+applies to the rest of the run. The weights of a group (a component, a block, a layer) stay in a store
 (`weight_stores`) until they are needed.
 
-**Catches** out-of-memory errors inside of components.
-**Does not catch** those outside of calls, a process that the system kills instead of refusing, and code
-that reads the values of a module's weights outside of its `forward`.
+**Catches** out-of-memory errors inside of component calls.
+**Does not catch** those outside of calls, a process that the system kills instead of refusing memory, and
+code that reads the values of a module's weights outside of its `forward`.
 """
 
 from __future__ import annotations
@@ -46,14 +45,15 @@ from stopdown.records import StepDown
 from stopdown.scaling import ComponentCall, Rank, intercept
 
 MOST_STEPS_DOWN = 4
-"""How often one call may be tried again with something smaller."""
+"""How often one call may be tried again with a smaller strategy."""
 
 
 class Offloader:
-    """What is at the component calls of a pipeline; a context manager that leaves it as it was.
+    """A context manager that offloads a pipeline's weights, and undoes everything at exit.
 
     Attributes:
-        steps_down: what was done about calls that ran out of memory.
+        taken: the prediction of the strategy in use.
+        steps_down: for each call that ran out of memory, the strategies before and after.
     """
 
     def __init__(
@@ -70,9 +70,11 @@ class Offloader:
         """
         Args:
             pipe: a pipeline whose weights are in host memory, or on the device already.
-            others: strategies to try after it; those with a smaller peak are tried.
+            taken: prediction of the strategy to begin with.
+            others: predictions of the strategies to fall back to; only smaller ones are tried.
+            strays: component → module path → modules that read its weights while it doesn't run.
             device: where calls run.
-            store: folder for weights that wait; None keeps them in host memory.
+            store: folder for offloaded weights; None keeps them in host memory.
         """
         self.pipe, self.taken = pipe, taken
         self.steps_down: list[StepDown] = []
@@ -104,7 +106,7 @@ class Offloader:
         self.taken = prediction
 
     def _call(self, call: ComponentCall) -> Any:
-        """Run a call with its weights on the device; step down when memory runs out."""
+        """Run a call with its weights on the device; use a smaller strategy each time memory runs out."""
         for _ in range(MOST_STEPS_DOWN):
             try:
                 return self._store.run_call(call)
@@ -118,7 +120,11 @@ class Offloader:
         return self._store.run_call(call)
 
     def _step_down(self, callee: Callee, text: str) -> None:
-        """Put on the next strategy that takes less."""
+        """Switch to the next strategy that needs less memory, and record the step.
+
+        Raises:
+            StopdownError: the current strategy is the smallest.
+        """
         free_memory()
         before = self.taken
         smaller = [other for other in self._others if other.needed_bytes < before.needed_bytes]
@@ -150,10 +156,12 @@ def predict_run(
     device: str = "cpu",
     workspace_bytes: int | None = None,
 ) -> Fit:
-    """Run a pipeline dry and predict every strategy, those that cost the least time first.
+    """Predict every strategy from dry runs of a pipeline, the fastest first.
 
     Args:
-        speed: of the device; without it strategies are in the order of what they usually cost.
+        fused: whether attention runs in a kernel that keeps no score matrix.
+        speed: of the device; if None, strategies are ordered by what they usually cost.
+        workspace_bytes: of cuBLAS, from `find_workspace`; None if the device's allocator reserves nothing.
     """
     skeleton = copy_skeleton(pipe)
     skeleton.set_progress_bar_config(disable=True)
@@ -177,7 +185,11 @@ def make_offloader(
     store: Path | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> Offloader:
-    """Choose the strategy that costs the least time within a limit."""
+    """Make an offloader with the fastest strategy within a limit.
+
+    Raises:
+        StopdownError: no strategy fits.
+    """
     chosen = choose_prediction(fit, limit_bytes)
     if chosen is None:
         raise _describe_misfit(fit, limit_bytes, f"on {device} in {_list_formats(pipe)}")
@@ -225,10 +237,10 @@ def put_placement(
     store: WeightStore,
     patches: Patches,
 ) -> None:
-    """Leave weights where they wait; `patches` takes the hooks off, `WeightStore.close` brings them back.
+    """Offload a pipeline's weights to a store, and hook its modules so that they load them when needed.
 
-    Every call of a component has to go through `WeightStore.stand`. What an earlier strategy left on the
-    store stays there.
+    Undoing `patches` removes the hooks; `WeightStore.close` restores the weights. Every call of a component
+    has to go through `WeightStore.run_call`. Weights that an earlier strategy offloaded stay in the store.
     """
     store.clear()
     for name, module in find_components(pipe).items():
@@ -248,7 +260,7 @@ def put_placement(
 
 
 def _follow_casts(module: torch.nn.Module, store: WeightStore, patches: Patches) -> None:
-    """Let a pipeline cast a component whose weights wait: `.to` has no values to cast."""
+    """Let a pipeline cast an offloaded component: replace its `.to` by one that casts stored weights."""
     plain = module.to
 
     @functools.wraps(plain)
@@ -267,7 +279,11 @@ def _make_groups(
     strays: Mapping[str, frozenset[str]],
     store: WeightStore,
 ) -> Iterable[WeightGroup]:
-    """Yield the weight groups of one component, those of its blocks and layers before its own."""
+    """Yield the groups of one component's weights that are loaded together.
+
+    Args:
+        strays: module path → modules that read its weights while it doesn't run.
+    """
     parts = dict(module.named_modules())
     groups = group_weights(weigh(module), list_block_paths(module, LISTS), strays, placement)
     for group, paths in groups.items():

@@ -1,10 +1,10 @@
-"""What a run reserves on a card whose allocator keeps segments, from the events of its dry run.
+"""Forecast of the memory that a caching allocator reserves, by replaying the events of a dry run.
 
-The events are replayed through `CachingAllocator`, with the weights brought and dropped where the placement
-does it and cuBLAS's workspace beside them. The result is the least limit under which nothing runs out of
-memory, when free segments go back first, as PyTorch does it.
+The events are replayed through `CachingAllocator`, with weights loaded and dropped as the placement
+does, and with cuBLAS's workspace. The result is the smallest limit under which nothing runs out of
+memory, provided that free segments are returned first, as PyTorch does.
 
-Not covered: workspaces of cuDNN, which depend on the card and on what is free; the driver's own context.
+Not covered: workspaces of cuDNN, which depend on the card and on free memory; the driver's own context.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stopdown.memory.run_memory import CallMemory, RunMemory
 from stopdown.memory.strategies import Strategy, group_weights
 
 PIECE_BYTES = 2**25
-"""Of a weight in another format, converted on the device at a time: `mapped_weights` brings so much."""
+"""Bytes of a weight that `mapped_weights` copies at a time if it must be converted on the device."""
 
 
 def count_reserved(
@@ -28,10 +28,12 @@ def count_reserved(
     workspace_bytes: int = WORKSPACE_BYTES,
     expandable: bool = False,
 ) -> int:
-    """Return the least limit for reserved memory, in bytes, that a run stays within.
+    """Return the smallest limit for reserved memory, in bytes, that a run stays within.
 
     Args:
-        run: with the strategy's `variant` put on.
+        run: recorded with the strategy's `variant` applied.
+        workspace_bytes: of cuBLAS.
+        expandable: whether the allocator uses expandable segments.
     """
     allocator = CachingAllocator(0, expandable=expandable, grows=True)
     replay(run, strategy, allocator, workspace_bytes=workspace_bytes)
@@ -45,7 +47,7 @@ def replay(
     *,
     workspace_bytes: int = WORKSPACE_BYTES,
 ) -> None:
-    """Repeat the allocations of a run in an allocator."""
+    """Replay a run's recorded allocations in a simulated allocator, with the weights of its strategy."""
     for _, buffers in run.totals.values():
         allocator.allocate(buffers)
     weights = _Weights(run, strategy, allocator)
@@ -64,7 +66,7 @@ def replay(
 
 
 class _Weights:
-    """The weights that are on the device, by the placement of a strategy."""
+    """The weights on the simulated device, loaded and dropped according to a strategy's placement."""
 
     def __init__(self, run: RunMemory, strategy: Strategy, allocator: CachingAllocator) -> None:
         self._run, self._placement, self._allocator = run, strategy.placement, allocator
@@ -78,7 +80,7 @@ class _Weights:
                     self._load("", sizes)
 
     def begin(self, component: str) -> None:
-        """Begin a call: load the weights that it needs throughout."""
+        """Begin a component's call: load the weights that it needs throughout."""
         name = name_component(component)
         self._current, before = name, self._current
         if self._placement == "resident":
@@ -90,7 +92,7 @@ class _Weights:
             self._load("", [x for sizes in self._run.tensors[name].values() for x in sizes])
 
     def end(self) -> None:
-        """End a call."""
+        """End a call: drop the weights that were loaded for all of it."""
         if self._placement == "block":
             self.leave("")
 
@@ -143,11 +145,12 @@ def _go_through(
     outer: dict[int, Block | None] | None = None,
     weights: _Weights | None = None,
 ) -> None:
-    """Carry out events in an allocator.
+    """Replay recorded allocations and frees in a simulated allocator.
 
     Args:
-        own: numbers of the storages that these events made; those alive at the end stay in it.
-        outer: those that were made before.
+        own: storage number → block of the storages that these events allocate; holds those still alive.
+        outer: storage number → block of the storages that were allocated earlier.
+        weights: loads and drops weights where modules are entered and left; None ignores modules.
     """
     for what, size in events:
         if isinstance(what, str):

@@ -1,13 +1,12 @@
-"""What a run of a pipeline takes, heard in its dry run: each component's calls, and the weights.
+"""Memory of a pipeline run, measured in a dry run: the peaks of each component call, and the weights.
 
 Every storage is counted while the code runs without weights, so sizes, lifetimes, tiling, slicing and
-chunking are those of the real code, not of a formula. The code of blocks that are alike (the same parts,
-sizes, settings and hooks) is run once for arguments of the same shapes, and that of an autoencoder once
-for all tiles, and frames of a video, of a shape. Code that returns a view of what it is given runs each
-time.
+chunking are those of the real code, not of a formula. Of identical blocks (the same submodules, sizes,
+settings and hooks), one is run for all arguments of the same shapes. An autoencoder is run once for all
+tiles or frames of the same shape. Code that returns a view of its arguments runs each time.
 
-Not covered: what `StorageTracker` does not; a component whose code reads values of its inputs: it
-raises `CaptureError` and names the line.
+Not covered: what `StorageTracker` doesn't cover; a component whose code reads values of its inputs, which
+raises `CaptureError` with the line.
 """
 
 from __future__ import annotations
@@ -41,25 +40,26 @@ LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 """Modules whose entries are blocks that can be loaded one by one."""
 
 REPEATS = 2
-"""How often a block or tile like an earlier one is told to an allocator: then what it left free fits."""
+"""How often the events of a repeated block or tile are recorded; then its free blocks are reused."""
 
 MOST_STEPS = 3
-"""Steps that are run dry: a multistep scheduler has then kept what it keeps."""
+"""Denoising steps of the dry run: by then a multistep scheduler holds all tensors it caches."""
 
 
 @dataclass
 class CallMemory:
-    """One call of a component.
+    """The memory of one call of a component.
 
     Attributes:
-        component: `text_encoder`, `vae.decode`.
+        component: name of the call, such as `text_encoder` or `vae.decode`.
         stage: `encode`, `denoise` or `decode`.
-        peaks: path of a module, "" of the component itself → most bytes alive beside weights while it is
-            the innermost one that runs, counted from the start of the run.
-        entries: module path → how often it was entered.
-        strays: path of a module → modules that used its weights while it did not run.
-        events: storages made and dropped and modules entered and left, in order; of what runs again with
-            the same sizes, `REPEATS` times.
+        peaks: module path ("" for the component itself) → most live bytes, without weights, while it is the
+            innermost module that runs. Activations from before the call count.
+        entries: module path → how often it was called.
+        shapes: of the output's tensors.
+        strays: module path → modules that read its weights while it didn't run.
+        events: storages allocated and freed, modules entered and left, in order. Repeated code of the
+            same sizes is included `REPEATS` times.
     """
 
     component: str
@@ -73,23 +73,25 @@ class CallMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes alive during the call, weights aside."""
+        """Most live bytes during the call, without weights."""
         return max(self.peaks.values())
 
 
 @dataclass(frozen=True)
 class RunMemory:
-    """What a run takes, weights aside, and the weights.
+    """The memory of a run: that of its calls without weights, and the sizes of the weights.
 
     Attributes:
         calls: in order.
-        weights: component → module path → bytes of the parameters directly in it; a tied one counts
-            wherever it is.
+        weights: component → module path → bytes of the parameters directly in it; a tied parameter counts
+            in each module that has it.
         totals: component → bytes of its parameters, tied ones once, and of its buffers.
-        blocks: component → paths of the entries of its outermost lists of modules.
-        between_bytes: most bytes alive outside of calls.
+        strays: component → module path → modules that read its weights while it didn't run.
+        blocks: component → paths of the blocks in its outermost module lists.
+        between_bytes: most live bytes outside of calls.
+        steps: denoising steps that were run.
         tensors: component → module path → bytes of each parameter directly in it, tied ones once.
-        trace: calls, and the events between them, in order.
+        trace: the calls, and lists of the events between them, in order.
     """
 
     calls: tuple[CallMemory, ...]
@@ -103,7 +105,7 @@ class RunMemory:
     trace: tuple[CallMemory | list[Event], ...] = field(default=(), repr=False, compare=False)
 
     def weigh(self, component: str) -> int:
-        """Return the bytes of all parameters of a component; directions of an autoencoder share theirs."""
+        """Return the bytes of all parameters of a component, also by the name of a call (`vae.decode`)."""
         return self.totals[name_component(component)][0]
 
 
@@ -116,9 +118,12 @@ def listen_to_run(
     """Measure the memory of one run by a dry run of its first steps.
 
     Args:
-        pipe: from `skeletons`, with any settings that make calls smaller already on it.
-        listener: facts about the device and the settings on the pipeline; None for a CPU without settings.
-        answers: of earlier runs of pipelines of the same configuration.
+        pipe: a skeleton, with any settings that make calls smaller already applied.
+        listener: configured for the device and the pipeline's settings; None for a CPU without settings.
+        answers: cached results of dry runs of pipelines with the same configuration.
+
+    Raises:
+        CaptureError: a component's code can't run on tensors without values.
     """
     listener = listener or MemoryListener()
     try:
@@ -135,7 +140,7 @@ def listen_to_run(
 
 
 class MemoryListener(Listener):
-    """Counts what a dry run takes."""
+    """A listener that measures the memory of a dry run."""
 
     ends_at_decoder = False
     most_steps = MOST_STEPS
@@ -149,7 +154,9 @@ class MemoryListener(Listener):
     ) -> None:
         """
         Args:
-            sign: gives a signature of the settings on a component that change a call.
+            fused: whether attention runs in a kernel that keeps no score matrix.
+            on_cpu: whether to count the workspaces of the CPU's convolutions.
+            sign: returns a signature of the component's settings that change a call's memory.
         """
         self._fused, self._on_cpu, self._sign = fused, on_cpu, sign
         self._tracker = StorageTracker(on_cpu=on_cpu)
@@ -158,7 +165,7 @@ class MemoryListener(Listener):
         self._trace: list[CallMemory | list[Event]] = []
 
     def conclude(self, pipe: Any) -> RunMemory:
-        """Return the memory of the finished run, of a skeleton or of the pipeline itself."""
+        """Return the memory of the finished run; weight sizes are those of `pipe`, skeleton or loaded."""
         parts = find_components(pipe)
         return RunMemory(
             calls=tuple(self._calls),
@@ -173,16 +180,16 @@ class MemoryListener(Listener):
         )
 
     def around(self, arguments: Mapping[str, Any]) -> contextlib.AbstractContextManager[object]:
-        """Count all storages that the pipeline's own code makes."""
+        """Return a context manager that counts the storages allocated by the pipeline's own code."""
         self._steps = arguments.get("num_inference_steps", 0)
         return self._tracker
 
     def sign(self, call: ComponentCall) -> str:
-        """Return a signature of the settings of device and pipeline that change a call."""
+        """Return a signature of the device's and pipeline's settings that change a call's memory."""
         return f"{self._fused}|{self._on_cpu}|{self._sign(call)}"
 
     def begin(self, run: DryCall) -> None:
-        """Stop counting the storages of the pipeline's own code."""
+        """Stop counting the pipeline's own code, because a component's call begins."""
         self._tracker.__exit__(None, None, None)
         self._between, self._start = self._tracker.restart(), self._tracker.live_bytes
         self._trace.append(self._tracker.events)
@@ -190,9 +197,9 @@ class MemoryListener(Listener):
 
     @contextlib.contextmanager
     def inside(self, run: DryCall, paths: ModulePaths) -> Iterator[None]:
-        """Count the storages that a component's code makes, from its own start.
+        """Count the storages that a component's code allocates, starting at 0.
 
-        The tracker stands above the fake tensors: beneath, it would see what makes them up.
+        The tracker is entered above the fake mode; below, it would see the meta tensors of fake ones.
         """
         callee, tracker = run.call.callee, self._tracker
         tracker.ignore(name_parameters(callee.owner).values())
@@ -215,7 +222,7 @@ class MemoryListener(Listener):
         run.kept["memory"] = self._call
 
     def _put_tiles(self, owner: torch.nn.Module, patches: Patches) -> None:
-        """Have an autoencoder's code run once for tiles, and frames of a video, of the same shapes."""
+        """Run an autoencoder's coder once for all tiles or video frames of the same shapes."""
         if not is_autoencoder(owner):
             return
         for name in ("encoder", "decoder"):
@@ -227,9 +234,9 @@ class MemoryListener(Listener):
                 patches.set_attribute(owner, name, functools.partial(self._run_blend, {}, code))
 
     def _put_blocks(self, owner: torch.nn.Module, patches: Patches) -> None:
-        """Have the code of blocks that are alike run once for arguments of the same shapes.
+        """Run one of several identical blocks for all arguments of the same shapes.
 
-        Autoencoders keep values from one block's call to the next, and their blocks differ in size.
+        Autoencoders are skipped, because they cache values between blocks, and their blocks differ in size.
         """
         if is_autoencoder(owner):
             return
@@ -244,12 +251,13 @@ class MemoryListener(Listener):
                 patches.set_attribute(block, "forward", once)
 
     def _run_blend(self, known: dict[str, int], code: Callable[..., Any], *given: Any) -> Any:
-        """Blend one row of the seam of two tiles; a seam of the same shapes is not blended again.
+        """Blend one row of the seam of two tiles, and none if a seam of the same shapes was blended before.
 
-        Code blends row by row, and each row takes as much memory as the others.
+        A model blends row by row, and each row takes the same memory.
 
         Args:
-            given: the tile before it, the tile that is written into and comes back, and the width.
+            known: signature of the arguments → peak bytes of the blend.
+            given: the previous tile, the tile that is written into and returned, and the seam's width.
         """
         path = self._paths.current
         self._note(path)
@@ -272,9 +280,13 @@ class MemoryListener(Listener):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Return the output of a tile or block.
+        """Return the output of a tile or block; reuse that of an earlier one with the same signature.
 
-        One like an earlier one is not run. It takes the same memory on top of the live bytes.
+        A reused result adds the earlier one's memory to the present live bytes.
+
+        Args:
+            known: signature of block and arguments → footprint.
+            code: the original `forward`.
         """
         here = self._paths.current
         self._note(here)
@@ -308,7 +320,11 @@ class MemoryListener(Listener):
     def _watch_tile(
         self, alive: int, arguments: GivenArguments, code: Callable[[], Any]
     ) -> tuple[Any, Footprint]:
-        """Run a tile or block; return its output and its own footprint."""
+        """Run a tile or block; return its output and its footprint.
+
+        Args:
+            alive: live bytes at its start, counted from the start of the call.
+        """
         here = self._paths.current
         call, flops = self._call, self._tracker.flops
         begun = len(self._tracker.events)
@@ -325,13 +341,13 @@ class MemoryListener(Listener):
         return output, Footprint(here, peaks, own.entries, flops, result, again)
 
     def enter(self, path: str) -> None:
-        """Enter a module and note the peak of the module around it."""
+        """Record that a module is entered, and the peak of its parent until now."""
         self._note(self._paths.stack[-2])
         self._call.entries[path] = self._call.entries.get(path, 0) + 1
         self._tracker.events.append((path, 1))
 
     def leave(self, path: str) -> None:
-        """Leave a module and note its peak as the innermost one."""
+        """Record that a module is left, and its peak since it became the innermost one."""
         self._note(path)
         self._tracker.events.append((path, 0))
 
@@ -340,7 +356,7 @@ class MemoryListener(Listener):
         self._call.peaks[path] = max(peak, self._call.peaks.get(path, peak))
 
     def end(self, run: DryCall) -> None:
-        """Go on with the pipeline's own code, which gets zeros."""
+        """Record the finished call, and count the pipeline's own code again."""
         if run.output is not None:
             shapes = tuple(tuple(tensor.shape) for tensor in iterate_tensors(run.output))
             seen: CallMemory = run.kept["memory"]
@@ -365,7 +381,7 @@ def _find_homes(module: torch.nn.Module) -> dict[int, list[str]]:
 def _note_strays(
     found: dict[str, frozenset[str]], homes: Mapping[int, list[str]], paths: ModulePaths, args: Any
 ) -> None:
-    """Note weights whose module does not run: somebody else reads them."""
+    """Record the arguments of an operation that are weights of a module that isn't running."""
     for holders in (homes.get(id(value), ()) for value in args):
         if holders and not any(home in paths.stack for home in holders):
             _join(found, dict.fromkeys(holders, frozenset({paths.current})))
@@ -377,7 +393,7 @@ def _join(found: dict[str, frozenset[str]], more: Mapping[str, frozenset[str]]) 
 
 
 def _merge_strays(calls: Sequence[CallMemory], component: str) -> dict[str, frozenset[str]]:
-    """Map each module to those that used its weights while it did not run, over all calls."""
+    """Map each module of a component to those that read its weights while it didn't run, in any call."""
     merged: dict[str, frozenset[str]] = {}
     for call in calls:
         if name_component(call.component) == component:
@@ -409,13 +425,13 @@ def _sum_up(module: torch.nn.Module) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the code of a tile or a block took.
+    """The memory and the result of one run of a tile or block.
 
     Attributes:
         path: of the module that ran.
-        peaks: module path → most bytes alive, counted from its start.
-        result: what it gave, if that can be given again.
-        again: what is allocated in it, as often as that is still to be told.
+        peaks: module path → most live bytes, counted from its start.
+        result: its output, if it can be reproduced.
+        again: its events, once for each time that they are still to be recorded.
     """
 
     path: str
@@ -427,7 +443,10 @@ class Footprint:
 
 
 def _repeat(events: list[Event], before: str, after: str, numbers: Iterator[int]) -> list[Event]:
-    """Repeat the events of one block as those of another; free the storages that it leaves alive."""
+    """Copy the events of one block (`before`) for another (`after`), with new storage numbers.
+
+    Storages that the block leaves alive are freed at the end.
+    """
     own: dict[int, int] = {}
     found: list[Event] = []
     for what, size in events:

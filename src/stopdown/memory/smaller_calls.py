@@ -1,4 +1,4 @@
-"""Calls that take less memory: an autoencoder in slices and tiles, layers and attention in pieces."""
+"""Settings that make calls need less memory: tiles, chunks of frames, pieces of layers and attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stopdown.module_calls.call_interception import put_layer
 from stopdown.scaling import ComponentCall, Rank, intercept
 
 _MOST_SCORE_BYTES = 2**28
-"""Scores of attention in fp32 that are made at a time when it is split."""
+"""Most bytes of fp32 attention scores that are computed at a time when attention is split."""
 
 
 CHUNKS_DIFFER = (
@@ -28,11 +28,11 @@ CHUNKS_DIFFER = (
 _CHUNK = "decode_chunk_size"
 
 _FEED_FORWARD = ("FeedForward",)
-"""Classes that work on each position of a sequence alone."""
+"""Classes that process each position of a sequence separately."""
 
 
 def put_variant(pipe: Any, strategy: Strategy, patches: Patches) -> None:
-    """Put a strategy's settings for smaller calls on a pipeline, until `patches` is undone."""
+    """Apply a strategy's settings for smaller calls to a pipeline, until `patches` is undone."""
     for module in find_components(pipe).values():
         if is_autoencoder(module):
             for name in ("slicing", "tiling"):
@@ -48,7 +48,7 @@ def put_variant(pipe: Any, strategy: Strategy, patches: Patches) -> None:
 
 
 def decodes_in_chunks(pipe: Any) -> bool:
-    """Return whether a pipeline can decode a few frames of a video at a time, as SVD can."""
+    """Return whether a pipeline can decode a video a few frames at a time, as SVD can."""
     decode = getattr(pipe, "decode_latents", None)
     return callable(decode) and _CHUNK in inspect.signature(decode).parameters
 
@@ -72,7 +72,7 @@ def _switch(module: torch.nn.Module, name: str, wanted: bool, patches: Patches) 
 
 
 def _fit_overlap(module: torch.nn.Module, side: str, patches: Patches) -> None:
-    """Give tiles of a CogVideoX kind an overlap of whole latents: a part of one shifts the seams."""
+    """Set the tile overlap of CogVideoX's autoencoder to whole latents; a fraction shifts the seams."""
     name = f"tile_overlap_factor_{side}"
     latents = getattr(module, f"tile_latent_min_{side}", 0)
     if not hasattr(module, name) or not latents:
@@ -115,7 +115,7 @@ def _split_attention(call: ComponentCall) -> Any:
 
 
 class _SplitQueries(TorchFunctionMode):
-    """Attention on a few queries at a time: each row of the result depends on its own query only."""
+    """A function mode that computes attention for a few queries at a time, which are independent."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -135,7 +135,7 @@ def _attend_in_pieces(
     is_causal: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """Compute attention of `query` `[..., L, E]` over `key` `[..., S, E]`, with some scores at a time."""
+    """Compute attention of `query` `[..., L, E]` over `key` `[..., S, E]`, few rows of scores at a time."""
     length, row_bytes = query.shape[-2], query.shape[:-2].numel() * key.shape[-2] * 4
     rows = max(1, _MOST_SCORE_BYTES // row_bytes)
     if is_causal or rows >= length:

@@ -1,8 +1,8 @@
-"""The size of a run in fp32 without a requested size: one that suits the model and fits into memory.
+"""Choice of a default size for an fp32 run: one that suits the model and fits into memory.
 
-A pipeline's own default is meant for the checkpoint of its authors. Where the configs of the components
-name a size that is far smaller (a small model, a test), that one is taken; then a dry run is made on
-fake tensors, and where its peak is beyond the limit the largest smaller size that fits is.
+A pipeline's own default size is meant for its authors' checkpoint. If the components' configs imply a far
+smaller size (a small model, a test), that is used. If the peak of a dry run then exceeds the limit, the
+largest smaller size that fits is chosen.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from stopdown.pipelines.requests import Request, find_frames, find_pipeline_argu
 from stopdown.pipelines.skeletons import copy_skeleton
 
 VIDEO_SHARES = ((0.75, 1.0), (0.5, 1.0), (0.5, 0.75), (0.25, 0.75), (0.25, 0.5), (0.125, 0.5))
-"""Shares of the frames and of each side that are tried, largest first."""
+"""Shares of the frames and of each side to try for a video, largest first."""
 
 PICTURE_SHARES = tuple((1.0, side) for side in (0.875, 0.75, 0.625, 0.5, 0.375, 0.25))
 FRAMES_SHARES = tuple((frames, 1.0) for frames in (0.75, 0.5, 0.375, 0.25, 0.125))
-"""Where a model makes one size of picture only."""
+"""Shares of the frames to try for a model that makes pictures of one size only."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a video or picture, in frames and pixels."""
+    """The size of a video or picture, in frames and pixels."""
 
     frames: int
     height: int
@@ -53,10 +53,11 @@ class Size:
 
 
 def list_smaller(size: Size, grid: Grid, *, keeps_frames: bool = False) -> list[Size]:
-    """List smaller sizes that the model can make, the largest first.
+    """List smaller sizes that the model can generate, the largest first.
 
     Args:
-        keeps_frames: the frames are those of a video that was given.
+        grid: the multiples that the model's sizes must have.
+        keeps_frames: keep the number of frames, because it's that of an input video.
     """
     shares = PICTURE_SHARES if keeps_frames or size.frames == 1 else VIDEO_SHARES
     if grid.only is not None:
@@ -77,12 +78,13 @@ def find_largest_size(
     predict: Callable[[Size], Fit],
     limit_bytes: int,
 ) -> tuple[Size, Fit] | None:
-    """Find the largest size that fits, with the predictions of its strategies; None if no size fits.
+    """Find the largest size that fits by bisection; return it with its predictions, or None.
 
     Args:
         sizes: the largest first.
+        predict: returns the predictions of all strategies at a size.
 
-    Cost: about two predictions for four sizes, three for eight.
+    Cost: about two calls of `predict` for four sizes, three for eight.
     """
     found, start, end = None, 0, len(sizes)
     while start < end:
@@ -96,7 +98,10 @@ def find_largest_size(
 
 
 def shrink_request(request: Request, size: Size) -> Request:
-    """Return a request at another size; frames that were not asked for stay so where it has one."""
+    """Return a copy of a request at another size.
+
+    The number of frames stays as requested, even unset, for a single frame or an input video.
+    """
     frames = size.frames if size.frames > 1 and request.video is None else request.frames
     return dataclasses.replace(request, frames=frames, height=size.height, width=size.width)
 
@@ -112,7 +117,7 @@ def _round_side(side: int, share: float, grid: Grid) -> int:
 
 
 SHARE = 0.8
-"""Of the memory that there is: what is beside a run, and what a forecast misses, take the rest."""
+"""Share of the memory that a run may fill; the rest is for other programs and errors of the forecast."""
 
 
 def choose_size(
@@ -123,12 +128,13 @@ def choose_size(
     on_cpu: bool = True,
     has_weights: bool = True,
 ) -> tuple[dict[str, int], str]:
-    """Choose sizes to add to a call's arguments, with the reason; none if the arguments have sizes.
+    """Choose the sizes that a call's arguments lack; return them and the reason if they were reduced.
 
     Args:
-        has_weights: all of them are there in fp32; False where a layer's are at a time.
+        arguments: of the pipeline call; if they contain a size, nothing is chosen.
+        has_weights: whether all weights are in memory in fp32; False if they are loaded layer by layer.
 
-    Cost: a dry run of one step (seconds), and two or three more where a smaller size is needed.
+    Cost: a dry run of one step (seconds), and two or three more if a smaller size is needed.
     """
     names = {
         name: find_pipeline_argument(name, type(pipe)) for name in ("frames", "height", "width")
@@ -180,7 +186,7 @@ def _shrink(
 
 
 def _forecast(pipe: Any, arguments: Mapping[str, Any], *, on_cpu: bool) -> tuple[Fit, Size | None]:
-    """Predict the memory of an fp32 step with all weights on the device, and its output's size."""
+    """Predict the memory of one fp32 step with all weights on the device, and the output's size."""
     skeleton = copy_skeleton(pipe, dict.fromkeys(find_components(pipe), torch.float32))
     skeleton.set_progress_bar_config(disable=True)
     fit = predict_resident(skeleton, arguments, on_cpu=on_cpu)

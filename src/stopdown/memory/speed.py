@@ -1,8 +1,8 @@
-"""How fast a device computes and gets weights: what turns operations and bytes into an estimate of time.
+"""Estimates of run time from a device's compute rate and its weight-transfer bandwidth.
 
-A device that is here is timed with one product and one copy. A profile has what its sources say of
-matrix products, and a link of `LINK_BYTES_PER_S`. Estimates are for ratios between strategies: real
-products reach a part of these rates, and element-wise operations are left out.
+A device of this machine is timed with one matrix product and one copy. A profile states published rates
+of matrix products, and `LINK_BYTES_PER_S` is assumed for transfers. Estimates serve to compare strategies:
+real products reach only a part of these rates, and element-wise operations are left out.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from stopdown.number_formats import FORMATS
 from stopdown.out_of_memory import is_out_of_memory
 
 LINK_BYTES_PER_S = 12e9
-"""From host memory to a card: what PCIe 3.0 with 16 lanes reaches of its 15.75 GB/s. Newer links are
-faster, so the ratios of strategies that move much are rather too high."""
+"""Bandwidth from host memory to a card: what PCIe 3.0 x16 reaches of its 15.75 GB/s. Newer links are
+faster, so times of strategies that transfer many weights are overestimated."""
 
 _SIDE = 1024
 _LONG_S = 0.02
@@ -35,25 +35,25 @@ PUBLISHED_OVER_ESTIMATE = (1.6, 3.3)
 CogVideoX-5B over 109 and 36 s, 90 and 45 s of CogVideoX-2B over 41 and 14 s (their model cards)."""
 
 DISK_BYTES_PER_S = 5e8
-"""From files, where weights do not fit into host memory: what a SATA disk or a cloud's volume reads."""
+"""Bandwidth from disk, for weights that don't fit in host memory: that of a SATA SSD or a cloud volume."""
 
 ROUGH_FLOPS_PER_S = 1e13
-"""Of a device that could not be timed: the strategies keep their order."""
+"""Assumed rate of a device that could not be timed; only the order of the strategies is meaningful."""
 
 
 LEAST_FLOPS_PER_S = 1e8
-"""No device is slower, not even in a format that it emulates: a lower rate is what else runs here."""
+"""A lower measured rate is discarded: other programs slow the machine down, as no device is so slow."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a device is.
+    """The compute rate and the transfer bandwidth of a device.
 
     Attributes:
         flops_per_s: of a large matrix product in the precision of the run.
-        link_bytes_per_s: from where weights wait to the device.
-        reason: where the figures come from, one sentence.
-        error: the least and the most that runs took over such estimates; 1 and 1 where it was timed here.
+        link_bytes_per_s: from the offloaded weights to the device.
+        reason: where the figures come from, in one sentence.
+        error: smallest and largest known ratio of real to estimated run times; (1, 1) if timed here.
     """
 
     flops_per_s: float
@@ -62,7 +62,7 @@ class Speed:
     error: tuple[float, float] = (1.0, 1.0)
 
     def read_from_disk(self) -> Speed:
-        """Return the speed if waiting weights are read from files each time."""
+        """Return the speed with offloaded weights read from disk each time."""
         if self.link_bytes_per_s <= DISK_BYTES_PER_S:
             return self
         reason = f"{self.reason.rstrip('.')}, and files at {DISK_BYTES_PER_S / 1e9:g} GB/s."
@@ -70,7 +70,7 @@ class Speed:
 
 
 def find_speed(profile: Profile, formats: Iterable[str]) -> Speed | None:
-    """Return a profile's stated speed in the slowest of some formats; None if it lacks one of them."""
+    """Return a device profile's published speed in the slowest of the formats; None if one is unknown."""
     facts = {name: profile.formats.get(name) for name in formats}
     rates = {name: x.tflops for name, x in facts.items() if x is not None and x.tflops is not None}
     if not rates or len(rates) < len(facts):
@@ -84,7 +84,7 @@ def find_speed(profile: Profile, formats: Iterable[str]) -> Speed | None:
 
 
 def measure_speed(device: Device, formats: Iterable[str]) -> Speed:
-    """Measure the speed of a device of this machine, for the slowest of these formats.
+    """Measure the speed of a device of this machine, in the slowest of the formats.
 
     Cost: about a tenth of a second on a CPU; longer in a format that it emulates.
     """
@@ -107,13 +107,13 @@ def measure_speed(device: Device, formats: Iterable[str]) -> Speed:
 
 
 def _leave_untimed(why: str) -> Speed:
-    """Return a typical speed, with the reason why nothing was timed."""
+    """Return a typical speed, with the reason why the device could not be timed."""
     said = f"a typical rate, because {why} to be timed: only their order holds."
     return Speed(ROUGH_FLOPS_PER_S, LINK_BYTES_PER_S, said)
 
 
 def _time_product(device: Device, name: str) -> float:
-    """Measure the FLOP/s of one product; a small one comes first, so a slow format does not take long."""
+    """Measure the FLOP/s of a square matrix product; sizes double, so that a slow format ends early."""
     dtype, side = FORMATS[name].torch_dtype, 64
     while True:
         given = torch.ones(side, side, dtype=dtype, device=device.torch_name)
@@ -124,16 +124,16 @@ def _time_product(device: Device, name: str) -> float:
 
 
 def _time_second(device: Device, work: Callable[[], Any]) -> float:
-    """Return the seconds of repeated work: the first time sets things up.
+    """Return the seconds that `work` takes after a warm-up.
 
-    The result is the least of three times, because other work on this machine only adds to it.
+    The result is the minimum of three runs, because other load on the machine only adds time.
     """
     work()
     return max(time_runs(device, work, 3), 1e-9)
 
 
 def time_runs(device: Device, run: Callable[[], object], repeats: int) -> float:
-    """Return the seconds of the fastest of some runs."""
+    """Return the seconds of the fastest of `repeats` runs, each between synchronisations."""
     seconds: list[float] = []
     for _ in range(repeats):
         synchronise(device)

@@ -1,10 +1,9 @@
-"""Ways to stay below a limit, and the peak of each, from one dry run; nothing is put on anything.
+"""Memory strategies, and the prediction of each one's peak from a dry run; applies nothing.
 
-A strategy says where the weights are while they are not used (`placement`), and what makes the calls
-themselves smaller: the autoencoder's own tiles, few frames at a time, and pieces of what has no kernel that
-does without its large values.
-The peak of a placement follows from the dry run: at each moment the values that are alive, and the
-weights of the modules that are running then.
+A strategy states where unused weights are (`placement`), and how the calls themselves are made smaller:
+by the autoencoder's tiles, few frames at a time, or layers and attention in pieces.
+The peak of a placement follows from the dry run: at each moment, the live activations and the weights of
+the running modules are on the device.
 """
 
 from __future__ import annotations
@@ -20,32 +19,33 @@ from stopdown.memory.run_memory import CallMemory, RunMemory
 from stopdown.scaling import ComponentCall
 
 Placement = Literal["resident", "component", "block"]
-"""What is loaded at a time: everything, a component, or a block of a component."""
+"""Weights on the device at a time: all, one component's, or one block's."""
 
 PLACEMENTS: tuple[Placement, ...] = ("resident", "component", "block")
 
 Variant = tuple[bool, int, bool, int]
-"""What changes the calls themselves: tiling, pieces, split, frames."""
+"""The settings that change the calls themselves: tiling, pieces, split, frames."""
 
 FRAMES = (4, 1)
 """Frames of a video that are decoded at a time, if a pipeline decodes in chunks."""
 
 PIECES = 4
-"""Of the sequence in feed-forward layers. SVD-XT at its own size fits into 8 GiB with them alone: 6.7 GiB
-are reserved, and 10.6 GiB without."""
+"""Pieces of the sequence in feed-forward layers. SVD-XT at its default size fits into 8 GiB only with
+them: 6.7 GiB are reserved, and 10.6 GiB without."""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to run a pipeline.
+    """A way to run a pipeline in less memory.
 
     Attributes:
-        tiling: the autoencoder works tile by tile, and on one picture after the other; the result differs a
-            little at the seams.
-        pieces: feed-forward layers of the denoiser work on this many pieces of the sequence.
-        split: attention works on a few queries at a time, where no kernel does without all scores.
-        frames: the autoencoder decodes at most so many frames at a time, each chunk without regard to the
-            next, so that the result differs; 0 leaves that to the pipeline.
+        placement: which weights are on the device at a time.
+        tiling: run the autoencoder tile by tile, and one picture at a time. Seams change the result a
+            little.
+        pieces: number of pieces of the sequence in which the denoiser's feed-forward layers run.
+        split: compute attention for a few queries at a time, if no kernel avoids the score matrix.
+        frames: most frames that the autoencoder decodes at a time. Chunks are independent, so the result
+            differs; 0 leaves the number to the pipeline.
     """
 
     placement: Placement = "resident"
@@ -56,7 +56,7 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """The name: `resident`, `component+tiling`."""
+        """The strategy's name, such as `resident` or `component+tiling`."""
         parts: list[str] = [self.placement]
         parts += ["tiling"] if self.tiling else []
         parts += [f"{self.pieces} pieces"] if self.pieces > 1 else []
@@ -75,7 +75,7 @@ class Strategy:
         return self.tiling, self.pieces, self.split, self.frames
 
     def sign(self, call: ComponentCall) -> str:
-        """Return a signature of the settings that change this call."""
+        """Return a signature of the settings that change this call's memory."""
         split = f"split={self.split}"
         if call.callee.stage == "denoise":
             return f"pieces={self.pieces} {split}"
@@ -86,16 +86,17 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a strategy takes.
+    """The predicted memory and time of a run with one strategy.
 
     Attributes:
         peak_bytes: most bytes of tensors on the device at a time.
-        component: whose call that is; "" between calls.
-        reserved_bytes: the least limit for what the device's allocator takes for them; 0 where it keeps
+        component: call with that peak, such as `vae.decode`; "" if it's between calls.
+        moved_bytes: bytes of weights copied to the device during the run.
+        stored_bytes: bytes of weights offloaded to host memory or disk.
+        flops: of the run.
+        seconds: estimated run time; None if the device's speed is unknown.
+        reserved_bytes: smallest limit that the device's caching allocator stays within; 0 if it reserves
             nothing, as on the CPU.
-        moved_bytes: weights that are brought to the device in one run of `steps`.
-        stored_bytes: weights that wait in host memory or on disk.
-        seconds: estimated for the run; None where no speed is known.
     """
 
     strategy: Strategy
@@ -109,18 +110,20 @@ class Prediction:
 
     @property
     def needed_bytes(self) -> int:
-        """The bytes that a device must have: for tensors, or for its allocator's segments."""
+        """The bytes that the device must have: the peak, or the reserved memory if larger."""
         return max(self.peak_bytes, self.reserved_bytes)
 
 
 def list_strategies(
     *, has_tiling: bool, has_chunks: bool = False, fused: bool = True
 ) -> tuple[Strategy, ...]:
-    """List all strategies to try, those that cost the least time first.
+    """List all strategies to try, those that usually cost the least time first.
 
     Args:
+        has_tiling: whether the autoencoder can work in tiles.
+        has_chunks: whether the pipeline can decode a few frames of a video at a time.
         fused: whether attention runs in a kernel that keeps no score matrix. If not, every strategy but the
-            first splits it, which changes no value.
+            first splits attention, which changes no value.
     """
     smaller = [Strategy()]
     smaller += [Strategy(tiling=True)] if has_tiling else []
@@ -133,10 +136,11 @@ def list_strategies(
 
 
 def predict(run: RunMemory, strategy: Strategy, *, steps: int) -> Prediction:
-    """Predict the peak of a strategy, and the bytes that it moves.
+    """Predict a strategy's peak memory and the bytes of weights that it transfers.
 
     Args:
-        run: with the strategy's `variant` put on.
+        run: measured with the strategy's `variant` applied.
+        steps: denoising steps of the real run.
     """
     fixed = sum(buffers for _, buffers in run.totals.values())
     weights = {name: run.weigh(name) for name in run.weights}
@@ -165,14 +169,16 @@ def group_weights(
     strays: Mapping[str, frozenset[str]],
     placement: Placement,
 ) -> dict[str, tuple[str, ...]]:
-    """Group modules with weights into units that are loaded together.
+    """Group a component's modules with weights into units that are loaded together.
 
     Args:
         weights: paths of the modules with parameters directly in them.
-        strays: as in `RunMemory`; such weights are loaded for the whole call, under "".
+        blocks: paths of the component's blocks.
+        strays: module path → modules that read its weights while it doesn't run. Unless they are in the
+            same unit, such weights are loaded for the whole call, under "".
 
     Returns:
-        path of the module that each unit is loaded for → paths of the modules with its weights.
+        path of the module whose call loads a unit → paths of the modules with the unit's weights.
     """
     if placement == "resident":
         return {}
@@ -193,7 +199,7 @@ def _choose_unit(path: str, blocks: Collection[str], placement: Placement) -> st
 
 
 def _list_around(path: str) -> Iterator[str]:
-    """Yield the paths of a module and of all modules around it, the component's, "", last."""
+    """Yield a module's path and those of all modules around it, innermost first, "" last."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -201,7 +207,7 @@ def _list_around(path: str) -> Iterator[str]:
 
 
 def _find_peak(run: RunMemory, call: CallMemory, strategy: Strategy) -> int:
-    """Find the most bytes of values and loaded weights together during one call."""
+    """Return the most bytes of activations and loaded weights together during one call."""
     if strategy.placement == "resident":
         return call.peak_bytes
     sizes = _weigh_units(run, call.component, strategy.placement)
@@ -227,7 +233,10 @@ def _weigh_units(run: RunMemory, component: str, placement: Placement) -> dict[s
 
 
 def _count_moved(run: RunMemory, strategy: Strategy, steps: int) -> int:
-    """Count the bytes moved to the device in a run: a component once while it is called in a row."""
+    """Count the bytes of weights copied to the device in a run.
+
+    With the placement `component`, consecutive calls of a component copy its weights once.
+    """
     moved, current = 0, ""
     for call in run.calls:
         name = name_component(call.component)

@@ -1,13 +1,13 @@
-"""Where weights wait while a pipeline runs: in host memory if they fit there, else in files.
+"""Stores of offloaded weights: host memory if the weights fit there, else files.
 
-Weights that were left in the checkpoint's files are read from there each time, with their exponents.
-Others are written to temporary files if the run is on the CPU. While they wait, parameters keep shape,
-dtype and device and own no memory (their storage is resized to nothing, as FSDP does it), so everything
-that looks at them works as before; only values are missing. One store serves all strategies of a run:
-what it holds once is not written again. `weights_at_hand` brings a component's weights for whoever
-changes them, and takes over what they have become.
+Weights that were left in the checkpoint's files are read from there each time, and scaled by their
+exponents. Others are written to temporary files if the run is on the CPU. Offloaded parameters keep shape,
+dtype and device but own no memory (their storage is resized to 0, as FSDP does), so code that inspects them
+works as before; only their values are missing. One store serves all strategies of a run, and copies each
+weight once. `weights_at_hand` loads a component's weights so that they can be changed, and stores the
+changes.
 
-Not covered: what holds a parameter's storage besides (a view taken before).
+Not covered: an earlier view of a parameter, which shares its storage.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from stopdown.scaling.watch.call_watch import WAITING
 
 
 class WeightGroup(SameInCopies):
-    """Weights that are loaded together, while a module runs."""
+    """Weights that are loaded together while a module runs."""
 
     def __init__(
         self, path: str, module: torch.nn.Module, tensors: list[torch.Tensor], store: WeightStore
@@ -48,7 +48,7 @@ class WeightGroup(SameInCopies):
             self._store.store(tensor)
 
     def load(self) -> None:
-        """Bring the values; a second user finds them there."""
+        """Load the group's weights onto the device, unless they're already there."""
         for tensor in self._tensors:
             self._store.load(tensor)
 
@@ -68,15 +68,14 @@ class WeightGroup(SameInCopies):
 
 
 class WeightStore(SameInCopies):
-    """Where weights wait, and which component has its own here just now."""
+    """A store of a pipeline's offloaded weights, which loads them for calls and drops them afterwards."""
 
     def __init__(self, device: str, folder: Path | None) -> None:
         """
         Args:
             device: where calls run.
-            folder: for a temporary copy of weights that lie in no file; others are read from their files.
-                None keeps all in host memory, which makes sense for a device that has a memory of its
-                own.
+            folder: for temporary copies of weights that are in no file; others are read from their files.
+                None keeps all weights in host memory, which makes sense for a device with its own memory.
         """
         self._device, self._place = torch.device(device), folder
         self._is_open = False
@@ -91,7 +90,7 @@ class WeightStore(SameInCopies):
         self._current = ""
 
     def keep(self, component: str, group: WeightGroup, placement: Placement) -> None:
-        """Have a group wait; those of whole components and calls are loaded by `stand`."""
+        """Offload a group; `run_call` loads it if it belongs to a whole component or call."""
         group.store()
         if placement == "component":
             self._callees[component] = group
@@ -99,7 +98,7 @@ class WeightStore(SameInCopies):
             self._units.setdefault(component, []).append(group)
 
     def store(self, tensor: torch.Tensor) -> None:
-        """Keep a copy of a tensor, and give its memory back.
+        """Offload a tensor: store its values and free its memory.
 
         Cost: the first time, a copy on disk or in host memory.
         """
@@ -110,18 +109,18 @@ class WeightStore(SameInCopies):
         self.drop(tensor)
 
     def find(self, tensor: torch.Tensor) -> StoredWeight | None:
-        """Return the stored weight that a tensor is read from; None if it does not wait here."""
+        """Return the stored weight that a tensor is loaded from; None if it isn't in this store."""
         return self._kept.get(id(tensor))
 
     def serve(self, module: torch.nn.Module, patches: Patches) -> None:
-        """Mark a component as one whose weights wait here, until `patches` is undone."""
+        """Mark a component as offloaded to this store, until `patches` is undone."""
         patches.set_attribute(module, WAITING, self)
 
     @contextlib.contextmanager
     def opened(self, module: torch.nn.Module) -> Iterator[None]:
-        """Keep all weights of a component on the device in the block; take over their changes at its end.
+        """Load all weights of a component for the `with` block, and store those that it changed.
 
-        Cost: its whole weights on the device at the same time.
+        Cost: all of its weights on the device at the same time.
         """
         waiting = [x for x in module.parameters() if id(x) in self._kept]
         away = [x for x in waiting if not x.untyped_storage().nbytes()]
@@ -141,14 +140,14 @@ class WeightStore(SameInCopies):
                 self.drop(tensor)
 
     def load(self, tensor: torch.Tensor) -> None:
-        """Bring a tensor's values, unless they are there."""
+        """Load a tensor's values onto the device, unless they're already there."""
         storage, key = tensor.untyped_storage(), id(tensor)
         if storage.nbytes() == 0 and self._sizes[key]:
             storage.resize_(self._sizes[key])
             self._kept[key].write(tensor.data)
 
     def cast(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Have a module's weights wait in another dtype: pipelines cast an autoencoder before a call."""
+        """Cast a module's stored weights, because pipelines cast an autoencoder before a call."""
         for tensor in module.parameters():
             if (
                 id(tensor) not in self._kept
@@ -165,12 +164,12 @@ class WeightStore(SameInCopies):
                 self.load(tensor)
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Give a tensor's memory back, unless somebody has the weights at hand."""
+        """Free a tensor's memory, unless a block of `opened` is using the weights."""
         if not self._is_open:
             tensor.untyped_storage().resize_(0)
 
     def bring(self, module: torch.nn.Module) -> None:
-        """Have a module's weights on the device for good."""
+        """Load a module's weights and buffers onto the device to stay there."""
         self.move_buffers(module)
         for tensor in module.parameters():
             if id(tensor) not in self._kept:
@@ -179,7 +178,7 @@ class WeightStore(SameInCopies):
                 self.load(tensor)
 
     def move_buffers(self, module: torch.nn.Module) -> None:
-        """Have a module's buffers on the device for good: they are small, and code reads them."""
+        """Move a module's buffers to the device to stay there; they're small, and code reads them."""
         for buffer in module.buffers():
             self._move(buffer)
 
@@ -200,16 +199,16 @@ class WeightStore(SameInCopies):
                 group.drop()
 
     def clear(self) -> None:
-        """Forget the order of loads before another strategy, and drop all loaded weights."""
+        """Forget all groups, and free all loaded weights, so that another strategy can be applied."""
         self._forget()
         for key, (tensor, _) in self._owners.items():
             if key in self._kept:
                 self.drop(tensor)
 
     def close(self) -> None:
-        """Give every parameter its values back, where it was; a second call does nothing.
+        """Restore every parameter's values on its original device; a second call does nothing.
 
-        From disk they are mapped, so that they take no memory until they are read.
+        Weights on disk are memory-mapped, so they take no memory until they're read.
         """
         self.clear()
         for key, (tensor, home) in list(self._owners.items()):
@@ -239,9 +238,9 @@ class WeightStore(SameInCopies):
             tensor.data = tensor.data.to(self._device)
 
     def _own(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        """Give a tensor a storage on the device that is its alone: a mapped file's cannot be resized.
+        """Give a tensor its own storage on the device, because that of a mapped file can't be resized.
 
-        What it has is given back first: a device that is full has no room for both.
+        The old storage is freed first, because a full device has no room for both.
         """
         like = torch.empty_like(tensor.data, device="meta", dtype=dtype)
         tensor.data = tensor.data.new_empty(0)
@@ -256,7 +255,7 @@ class WeightStore(SameInCopies):
         return stored if self._place is not None else StoredWeight(stored.read(), stored.dtype)
 
     def _write(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to load from: to host memory, or to a mapped file, which takes no memory."""
+        """Return a copy of a tensor to load from, in host memory or in a memory-mapped file."""
         if self._place is None:
             return tensor.detach().to("cpu", copy=True)
         if is_mapped(tensor):
@@ -266,9 +265,9 @@ class WeightStore(SameInCopies):
 
 @contextlib.contextmanager
 def weights_at_hand(module: torch.nn.Module) -> Iterator[None]:
-    """Have the weights of a component here while they are read or changed, wherever they wait.
+    """Load a component's offloaded weights for the `with` block, so that it can read or change them.
 
-    Cost: for a component whose weights wait, all of them on the device at the same time.
+    Cost: for an offloaded component, all of its weights on the device at the same time.
     """
     store: WeightStore | None = vars(module).get(WAITING)
     with contextlib.nullcontext() if store is None else store.opened(module):
@@ -276,7 +275,7 @@ def weights_at_hand(module: torch.nn.Module) -> Iterator[None]:
 
 
 def find_waiting(module: torch.nn.Module, tensor: torch.Tensor) -> StoredWeight | None:
-    """Return the stored weight that a component's weight is read from; None if it has its values."""
+    """Return the stored weight that an offloaded parameter is loaded from; None if it's in memory."""
     if tensor.is_meta or tensor.untyped_storage().nbytes() or not tensor.numel():
         return None
     store: WeightStore | None = vars(module).get(WAITING)
