@@ -26,7 +26,8 @@ from stopdown.scaling.bounds.values import AffineRow, AffineRows, Bound, largest
 from stopdown.scaling.graph.nodes import is_kind, shape_of
 
 MOST_PARTS = 4
-"""A concatenation of rows behind more norms than this has no affine rows."""
+"""Largest number of norms from which the rows of a concatenation may come; with more, nothing is known
+of them."""
 
 ROWS_AT_ONCE = 256
 """Number of rows of a weight that are multiplied by all timesteps at once."""
@@ -41,7 +42,7 @@ _PASSING = ("identity", "cast", "reshape", "expansion", "slice")
 
 
 def follow(op: BoundedOperation) -> AffineRows:
-    """Return the affine rows of an operation's result, before its own rounding; () if none are known."""
+    """Return the affine rows `n * gain + table[t] + rest` of a result, before its own rounding, or ()."""
     node = op.node
     if not op.shape:
         return ()
@@ -105,7 +106,7 @@ def _error_of(op: BoundedOperation, name: str, values: torch.Tensor) -> torch.Te
 
 
 def _begin_written(op: BoundedOperation) -> AffineRows:
-    """Return the affine row, with a gain of 1, of a norm that is spelled out in elementwise operations."""
+    """Return the affine row, with gain 1 and no shift, of a norm written out in elementwise operations."""
     bound = find_written_norm(op)
     if bound is None or bound.rows != {len(op.shape) - 1}:
         return ()
@@ -155,7 +156,7 @@ def _add(op: BoundedOperation) -> AffineRows:
 
 
 def _pairs(op: BoundedOperation) -> list[tuple[AffineRows, object]]:
-    """Return, for each operand that has affine rows, these rows and the other operand."""
+    """Return, for each operand of a sum or product with affine rows, the rows and the other operand."""
     first, other = op.given["self"], op.given["other"]
     if first is other:
         return []
@@ -172,7 +173,7 @@ def _spread(size: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _read_table(op: BoundedOperation, value: object) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the table `[T, d]` of a value that depends on the timestep alone, and its error `[d]`.
+    """Return a value that depends on the timestep alone as a table `[T, d]`, and its error `[d]`.
 
     Return None for other values, and if the rows at one timestep differ.
     """
@@ -199,7 +200,7 @@ def _join(op: BoundedOperation) -> AffineRows:
 
 
 class Image:
-    """Columns to multiply a weight `[out, d]` by, from which products with n affine rows are bounded.
+    """Columns by which a weight `[out, d]` is multiplied to bound its products with n affine rows.
 
     Attributes:
         plain: signed columns `[d, k]` for `multiply_rows`: the bases of the rows' tables side by side.
@@ -216,10 +217,10 @@ class Image:
         self.squares = torch.stack([x.gain.square() for x in affine_rows], 1)
 
     def bound(self, products: Products, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bound each element of `weight @ row`, and each partial sum of it, over all rows: `[out]` each.
+        """Bound each element of `weight @ row`, and each partial sum of it, for all affine rows.
 
-        Shifts of opposite signs may cancel in the whole sum but not in a partial one, which is bounded
-        by magnitudes.
+        Both are `[out]` float64. Shifts of opposite signs may cancel in the whole sum but not in a
+        partial one, which is bounded by magnitudes.
 
         Args:
             products: products of the weight with this object's columns, after one further column of
@@ -239,7 +240,7 @@ class Image:
 def _move_most(
     products: Products, affine_rows: Sequence[AffineRow], device: torch.device
 ) -> torch.Tensor:
-    """Return the largest product of each weight row with each table over timesteps, `[out, n]`.
+    """Return the largest magnitude of each weight row times each affine row's table, `[out, n]`.
 
     It is computed from `products.plain`, the products with the bases of the tables side by side.
     """

@@ -59,7 +59,7 @@ def writes_in_place(node: Node) -> bool:
 
 
 def evaluate(node: Node, known: KnownValues) -> Any:
-    """Compute a node's value at every timestep from inputs that are known so, or return None.
+    """Compute a node's value at every timestep, or return None if its inputs aren't known so.
 
     The value is an `Interval`, or a list of them for an operation with several results.
     """
@@ -258,7 +258,7 @@ def _apply_sum(node: Node, values: Mapping[Node, Interval]) -> Any:
 
 
 def _finish(node: Node, values: Mapping[Node, Interval], radius: torch.Tensor) -> Interval:
-    """Compute an elementwise result; `radius` is the error of its inputs, without its own rounding."""
+    """Compute an elementwise result; `radius` is the error due to its inputs, without its own rounding."""
     center = _run_by_element(node, values)
     batched = any(x.batched for x in values.values())
     return Interval(center, radius.expand(center.shape[1:] if batched else center.shape), batched)
@@ -319,11 +319,10 @@ def _bound_errors(
     bias: torch.Tensor | None,
     floor: float,
 ) -> Interval:
-    """Bound the errors of a linear's result: those inherited from its input, and its own.
+    """Return an interval with bounds of a linear's errors: those inherited from its input, and its own.
 
-    Its own are those of rounding its weights (none for weights that fp16 represents), its bias and its
-    sums. A large product is evaluated in fp32, which adds an error. The interval returned still has the
-    input's center.
+    Its own come from rounding its weights (none if fp16 represents them), its bias and its sums. A
+    large product is evaluated in fp32, which adds an error. The center is still that of the input.
     """
     before, shape = value.radius.shape[:-1], (*value.radius.shape[:-1], -1)
     rounding = ROUNDING.get(node.meta["val"].dtype, 0.0)

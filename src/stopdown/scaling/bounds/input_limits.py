@@ -60,7 +60,7 @@ def state_limits(
     measured: Mapping[str, float] | None = None,
     encoded: float = EMBEDDINGS,
 ) -> InputLimits:
-    """Return the limits of a call's inputs.
+    """Return the assumptions about a call's inputs: largest magnitudes, timesteps and fixed values.
 
     Args:
         args, kwargs: arguments of the captured call. Only names, dtypes and sizes are used, and the
@@ -162,7 +162,7 @@ def state_calls(
     measured: Sequence[Mapping[str, float]] = (),
     encoded: float = EMBEDDINGS,
 ) -> list[InputStatement]:
-    """Return the input limits of several calls of a module; an argument has one limit in all.
+    """Return the assumed limits of the inputs of several calls; an argument has one limit in all of them.
 
     Args:
         calls: each capture with the arguments that it was made with.
@@ -242,7 +242,7 @@ def list_sizes(stated: Sequence[InputStatement]) -> dict[str, tuple[Size, ...]]:
 
 
 def fits(size: Size, largest: Collection[Size]) -> bool:
-    """Return whether at least one of several sizes is no smaller in any dimension than this one."""
+    """Return whether a size is no larger in any dimension than at least one of several sizes."""
     pairs = (zip(size, most, strict=True) for most in largest if len(most) == len(size))
     return any(all(x <= y for x, y in pair) for pair in pairs)
 
@@ -296,7 +296,7 @@ def _is_timestep(name: str, tensor: torch.Tensor) -> bool:
 
 
 def state_limit(name: str, encoded: float = EMBEDDINGS) -> float:
-    """Return the limit of a floating argument by its name; inf for none."""
+    """Return the assumed largest magnitude of a floating argument by its name; inf for none."""
     if any(word in name for word in _UNIT):
         return 1.0
     if any(word in name for word in (*_FREE, *_FIXED)):

@@ -101,7 +101,7 @@ class Bounds:
 
 
 class KnownValues:
-    """Bounds, intervals and affine rows of the values visited so far; weights are loaded on demand."""
+    """State of bound propagation: bounds, intervals and affine rows; weights are loaded on demand."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class KnownValues:
         self.found = Bounds()
 
     def bound(self, value: Any) -> Bound | None:
-        """Return the bound of a node or a parameter; None if it has none."""
+        """Return the magnitude bound of a node or a parameter; None if it has none."""
         held = self.held.get(value)
         if isinstance(held, Bound):
             return held
@@ -193,7 +193,7 @@ class KnownValues:
         return NARROW_WEIGHT_FLOOR if name in self._narrow else WEIGHT_FLOOR
 
     def narrow_floor(self, node: Node) -> None:
-        """Reduce the allowance for a loaded parameter's subnormals if its values are large enough."""
+        """Reduce the allowance for a loaded parameter's fp16 subnormals if its values are large enough."""
         name, ranges = self.capture.parameters.get(node.name), self.found.ranges.get(node.name)
         least = 2.0**-25 / NARROW_WEIGHT_FLOOR
         if name is None or name in self._loose or not ranges:
@@ -203,7 +203,7 @@ class KnownValues:
             self.found.ranges[node.name] = tuple(replace(x, least_stored=least) for x in ranges)
 
     def affine_rows(self, node: Node) -> AffineRows:
-        """Return the affine rows of a value behind a norm; () if none are known."""
+        """Return the affine rows `n * gain + table[t] + rest` of a value, or () if none are known."""
         return self.rows.get(node, ())
 
     def exact(self, node: Node) -> Interval | None:
@@ -317,7 +317,7 @@ class BoundedOperation:
         return self.known.load(given) if isinstance(given, Node) else None
 
     def made(self, peak: torch.Tensor, typical: float, **more: Any) -> Bound:
-        """Make a bound of the result."""
+        """Make a bound of the result from a peak, a typical size and, by keyword, a norm with its rows."""
         return make_bound(peak, self.shape, typical=typical, **more)
 
 

@@ -94,7 +94,8 @@ def _sum_linear(
         largest: the weight's largest magnitude, if known.
         affine_rows: known affine rows of the linear's input.
 
-    Returns: the sums, and the pair that `Image.bound` returns; None if there are no affine rows.
+    Returns:
+        The sums, and the two bounds of `Image.bound`; None if there are no affine rows.
     """
     if not affine_rows:
         return sum_rows(weight, peak, floor, largest), None
@@ -331,7 +332,10 @@ def _spread_dim(size: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
 
 
 def _spread_channels(peak: torch.Tensor, group: int, width: int, places: int) -> torch.Tensor:
-    """Return the input peak for each entry of a group's flattened kernel, `[in * places]`."""
+    """Return the peak of the input channel that each entry of a flattened kernel multiplies.
+
+    Its shape is `[in * places]` for the given group of channels, or `[1]` if there is one peak.
+    """
     if peak.numel() == 1:
         return peak
     return peak[group * width : (group + 1) * width].repeat_interleave(places)
@@ -346,7 +350,7 @@ def _norm_of_patch(bound: Bound, shape: Shape, channel: int, places: int) -> flo
 
 
 def bound_transposed(op: BoundedOperation) -> Bound:
-    """Bound a transposed convolution by magnitudes alone: its results sum over parts of the kernel."""
+    """Bound a transposed convolution by magnitudes alone; each result sums over part of the kernel."""
     bound, (values, floor) = op.source, _load_weight(op)
     if int(op.given.get("groups", 1)) != 1:
         raise UnboundedError

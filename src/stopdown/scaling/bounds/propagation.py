@@ -270,7 +270,7 @@ class Propagation(KnownValues):
             self._follow(op, bound)
 
     def _follow(self, op: BoundedOperation, bound: Bound) -> None:
-        """Store the affine rows of a result, if known, with the error of its rounding."""
+        """Store the affine rows of a result, if any are known, with the error of its rounding."""
         rows = follow(op)
         if rows and not has_trait(op.node, "unrounded"):
             dtype = op.node.meta["val"].dtype
@@ -343,11 +343,11 @@ class Propagation(KnownValues):
 
 
 class _Update(Propagation):
-    """Bounds a call again where loose parameters affect it; the rest is reused from earlier bounds.
+    """Bounds a call again where parameters with the loose allowance affect it, and reuses all other bounds.
 
-    Changes don't pass a norm, whose result is bounded by its own weights. Earlier bounds hold no
-    intervals and affine rows, and values written in place change. So the nodes before these are visited
-    again where an affected node needs them.
+    Changes don't pass a norm, whose result is bounded by its own weights. Earlier results hold bounds
+    only, without intervals, affine rows and writes in place. So nodes that have those are visited again
+    if an affected node needs them.
     """
 
     def begin(self, before: Bounds) -> None:
@@ -377,7 +377,7 @@ class _Update(Propagation):
         return self.capture.parameters.get(node.name) in self._loose
 
     def _find_changed(self) -> set[Node]:
-        """Find the values that loose parameters can change, and all nodes that share their storages."""
+        """Find the values that parameters with the loose allowance affect, also by shared storage."""
         changed: set[Node] = {x for x in self.placeholders.values() if self._is_loose(x)}
         before = -1
         while before < len(changed):
@@ -390,7 +390,7 @@ class _Update(Propagation):
         return changed
 
     def _list_read(self, node: Node) -> list[Node]:
-        """List the inputs on which a node's bound depends; that of a norm ignores its input."""
+        """List the inputs on which a node's bound depends; a norm's bound doesn't depend on its input."""
         sources = node.all_input_nodes
         if node.name in self.before.exact or node in self.aliases:
             return sources

@@ -114,7 +114,7 @@ def find_largest_magnitude(weight: torch.Tensor) -> float:
 
 
 def is_exact_in_fp16(weight: torch.Tensor) -> bool:
-    """Return whether fp16, its range aside, represents each value of a weight: 11 bits suffice."""
+    """Return whether each value of a weight has at most fp16's 11 significant bits, of any size."""
     if weight.dtype in HALVES:
         return True
     significands = torch.frexp(weight.float()).mantissa.mul_(2.0**11)
@@ -128,7 +128,7 @@ def choose_scale(largest: float) -> float:
 
 @dataclass(frozen=True)
 class RowSums:
-    """Sums over each row of a weight, with room for its rounding to fp16.
+    """Upper bounds of sums over each row of a weight, including its rounding to fp16.
 
     Attributes:
         absolute: upper bound of `sum |w| peak` of each row, `[out]` float64.
@@ -163,7 +163,7 @@ def sum_rows(
 
 
 def read_sums(found: Products, peaks: torch.Tensor) -> RowSums:
-    """Read row sums from products with `peaks` `[in, 1]` and with ones, both in the first columns."""
+    """Return the row sums in products whose first columns are the peaks `[in, 1]` and, squared, ones."""
     width, spread, rounding = len(peaks), float(peaks.sum()), 1 + WEIGHT_ROUNDING
     return RowSums(
         found.magnitudes[:, 0] * rounding + found.slack * spread,

@@ -93,7 +93,7 @@ def _magnitudes(op: BoundedOperation, name: str, shape: list[int]) -> torch.Tens
 
 
 def find_written_norm(op: BoundedOperation) -> Bound | None:
-    """Bound a norm that is spelled out, as in `x * rsqrt(mean(x**2) + eps)`; None for other values.
+    """Bound a norm written out as in `x * rsqrt(mean(x**2) + eps)`; return None for other operations.
 
     No row has a larger 2-norm than the root of its length.
     """
@@ -113,7 +113,7 @@ def find_written_norm(op: BoundedOperation) -> Bound | None:
 
 
 def _find_mean_square(node: Node, inverse: bool) -> tuple[Node, list[int], bool] | None:
-    """Find the source `y` and the dimensions of a factor `(mean(y**2) + eps) ** -0.5` in the graph.
+    """Find the source `y` and the dimensions in a factor of the form `(mean(y**2) + eps) ** -0.5`.
 
     With `inverse`, the node is a divisor instead. The returned flag is True if the divisor is a 2-norm,
     a sum of squares without the mean. Return None for other values.
@@ -241,7 +241,7 @@ def _bound_masked_mean(op: BoundedOperation) -> Bound | None:
 
 
 def _is_mask(op: BoundedOperation, node: Node) -> bool:
-    """Return whether a value is a mask: booleans, or integers with a bound."""
+    """Return whether a value is a mask: booleans, or integers with a known limit."""
     while is_kind(node, "reshape", "expansion", "cast"):
         node = node.args[0]  # type: ignore[assignment]
     held = node.meta.get("val")
@@ -294,7 +294,7 @@ def bound_subtract_from(op: BoundedOperation) -> Bound:
 
 
 def bound_clamp(op: BoundedOperation) -> Bound:
-    """Bound a clamp by the larger of its two limits; a clamp at fp16's maximum counts as no operation."""
+    """Bound a clamp by the larger of its two limits; a clamp at fp16's maximum has no effect."""
     if is_range_clamp(op.node):
         return op.source
     numbers = [op.given.get(name) for name in ("min", "max")]
@@ -358,7 +358,7 @@ def bound_ones(op: BoundedOperation) -> Bound:
 
 
 def bound_same(op: BoundedOperation) -> Bound:
-    """Return the first input's bound, for a result that is no larger in any element."""
+    """Return the first input's bound as that of a result no element of which is larger."""
     return op.bound(op.node.all_input_nodes[0])
 
 
@@ -380,7 +380,7 @@ def bound_expand(op: BoundedOperation) -> Bound:
 
 
 def bound_any(op: BoundedOperation) -> Bound:
-    """Bound a result whose elements are elements of the input, means of some, or 0, by the largest one."""
+    """Bound a result of input elements, means of some, or zeros by the largest input element."""
     bound = bound_same(op)
     return uniform(bound.largest, op.shape, bound.typical)
 

@@ -100,10 +100,10 @@ def estimate_sigma(weight: torch.Tensor) -> float:
 
 
 class _Room:
-    """Buffers that are reused for all parts of a weight, as the system clears freshly allocated memory.
+    """Buffers that are reused for all parts of a weight, as fresh memory costs time to be cleared.
 
     Args:
-        device: the weight's.
+        device: device of the weight.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -112,7 +112,7 @@ class _Room:
     def take(
         self, name: str, rows: int, columns: int, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Return uninitialised memory for `[rows, columns]`; it overwrites the last one of that name."""
+        """Return uninitialised memory for `[rows, columns]`; the next call with this name reuses it."""
         held, count = self._held.get(name), rows * columns
         if held is None or held.numel() < count:
             held = torch.empty(count, dtype=dtype, device=self._device)

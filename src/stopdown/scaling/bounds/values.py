@@ -29,7 +29,7 @@ TIMESTEPS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound on the magnitudes of one tensor that holds for every input.
+    """Upper bounds of one tensor's magnitudes and row norms that hold for every input.
 
     Attributes:
         peak: upper bound of each element's magnitude. float64, of the value's rank; each size is 1 or
@@ -74,7 +74,7 @@ class AffineRow:
 
     @functools.cached_property
     def basis(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The table as `coefficients [T, k] @ rows [k, d]`, and a bound `[d]` of the remainders."""
+        """Factors `coefficients [T, k] @ rows [k, d]` of the table, and a bound `[d]` of the residual."""
         if len(self.table) <= BASIS:
             ones = torch.eye(len(self.table), dtype=torch.float64)
             return ones, self.table.double(), torch.zeros_like(self.rest)
@@ -138,7 +138,7 @@ def unsized(magnitude: float, typical: float, rank: int) -> Bound:
 
 
 def collapse(bound: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Reduce a bound to at most `MOST_ENTRIES` by maxima over dimensions, the last of all over channels."""
+    """Reduce a bound's tensor to `MOST_ENTRIES` by maxima over its longest dimensions, channels last."""
     while bound.numel() > MOST_ENTRIES:
         bound = bound.amax(_choose_collapsed(bound.shape, len(shape) - 1), keepdim=True)
     return bound
@@ -190,7 +190,7 @@ def largest_over(bound: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
 
 
 def broadcast(bound: Bound, shape: Shape, target: Shape) -> Bound:
-    """Return the bound of a value that is broadcast to another shape."""
+    """Return the bound of a value of `shape` that is broadcast to the shape `target`."""
     added = len(target) - len(shape)
     shape = (1,) * added + shape
     rows = frozenset(dim + added for dim in bound.rows)
@@ -207,7 +207,8 @@ def inflate(bound: Bound, relative: float, floor: float, shape: Shape) -> Bound:
 
     Args:
         relative: error relative to each element.
-        floor: absolute error of each element, relative to the tensor's largest one.
+        floor: error of every element relative to the tensor's largest one.
+        shape: shape of the value.
     """
     slack = floor * bound.largest
     width = math.sqrt(math.prod(shape[dim] for dim in bound.rows))
@@ -239,7 +240,7 @@ def join(first: Bound, second: Bound, shape: Shape, other: Shape) -> Bound:
 
 
 def reshape(bound: Bound, shape: Shape, target: Shape) -> Bound:
-    """Return the bound of a value that is viewed in another shape."""
+    """Return the bound of a value of `shape` that is viewed in the shape `target`."""
     groups = group_dims(shape, target)
     norm, rows = bound.norm, set[int]()
     for source, result in groups:

@@ -1,10 +1,10 @@
 """Equations between the exponents of an operation's inputs and outputs: one rule per operation.
 
-A rule receives a `PlacedOperation` and adds equations to a system. Three kinds cover most of ATen:
-*homogeneous* (a factor on the inputs comes out unchanged), *product* (factors multiply), *pinned* (the
-operation is only right on unscaled values: exp, softmax, gelu, comparisons with a number). Norms,
-powers, attention and clamps have rules of their own. An operation without a rule is pinned and
-reported, never guessed.
+A tensor with the exponent e is stored multiplied by 2**e. A rule receives a `PlacedOperation` and adds
+equations to a system. Three kinds cover most of ATen: *homogeneous* (a factor on the inputs comes out
+unchanged), *product* (factors multiply), *pinned* (the operation is only right on unscaled values, so
+its exponents are fixed at 0: exp, softmax, gelu, comparisons with a number). Norms, powers, attention
+and clamps have rules of their own. An operation without a rule is pinned and reported, never guessed.
 
 Not covered: an eps that is a literal in the code: the sum that contains it is pinned.
 """
@@ -34,21 +34,21 @@ from stopdown.scaling.graph.nodes import (
 
 
 class CallUnknowns(Protocol):
-    """Interface by which rules look up a call's unknown exponents; `problem.CallStatement` has it."""
+    """Interface by which rules look up the unknown exponents of a call; `problem.CallStatement` has it."""
 
     system: System
 
     def unknown(self, node: Node, block: int | None, user: Node) -> int:
-        """Return the unknown exponent of a node's value, or of one block of it, as its user reads it."""
+        """Return the unknown exponent of a node's value, or of one of its blocks, as its user reads it."""
 
     def eps_unknown(self, node: Node, value: float | None) -> int | None:
-        """Return the unknown of an eps attribute with this value of the node's module; None without one."""
+        """Return the unknown exponent of an eps attribute with this value in a node's module, else None."""
 
     def clamp_unknown(self, node: Node, value: float) -> int | None:
-        """Return the unknown of the lower limit of a node's clamp; None if that number can't be scaled."""
+        """Return the unknown exponent of the lower limit of a node's clamp; None if it can't scale."""
 
     def keeps_clamp(self, node: Node) -> bool:
-        """Return whether a clamp at fp16's maximum belongs to the model, and is no overflow guard."""
+        """Return whether a clamp at fp16's maximum belongs to the model and isn't an overflow guard."""
 
     def keep_from_zero(self, node: Node) -> None:
         """Keep the 16-bit argument of a root or reciprocal from underflowing to 0."""
@@ -87,11 +87,11 @@ class PlacedOperation:
         return [x for x in self.node.all_input_nodes if is_float(x)]
 
     def tensors(self, *names: str) -> list[int]:
-        """List the unknown exponents of those named arguments that are not None."""
+        """Return the unknown exponents of the named tensor arguments, skipping those that are None."""
         return [self.of(self.given[name]) for name in names if self.given.get(name) is not None]
 
     def pin(self) -> None:
-        """Set the exponents of the inputs and of the result to 0."""
+        """Fix the exponents of the inputs and of the result at 0."""
         self.system.pin(*(self.of(x) for x in self.floats()))
         if is_float(self.node):
             self.system.pin(self.out)
@@ -110,7 +110,7 @@ def keep_first(op: PlacedOperation) -> None:
 
 
 def length(op: PlacedOperation) -> None:
-    """Equate a vector norm's exponent with its input's; pin orders other than 1, 2 and infinity."""
+    """Equate the exponents of a vector norm and its input; at 0 for orders other than 1, 2 and infinity."""
     order = op.given.get("ord", op.given.get("p"))
     if order in (None, 1, 2, math.inf, -math.inf):
         keep_first(op)
@@ -130,7 +130,7 @@ def keep_all(op: PlacedOperation) -> None:
 
 
 def scatter(op: PlacedOperation) -> None:
-    """Equate all exponents of a scatter; pin it if it writes a number other than 0 or multiplies."""
+    """Equate all exponents of a scatter; fix them at 0 if it writes a number but 0, or multiplies."""
     if op.given.get("reduce") not in (None, "add") or op.given.get("value"):
         op.pin()
     else:
@@ -142,7 +142,7 @@ def free(op: PlacedOperation) -> None:
 
 
 def pinned_source(op: PlacedOperation) -> None:
-    """Pin the exponent of a tensor that is created from numbers, such as by `arange`."""
+    """Fix the exponent of a tensor that is created from numbers, such as by `arange`, at 0."""
     if is_float(op.node):
         op.system.pin(op.out)
 
@@ -167,7 +167,7 @@ def multiply_all(op: PlacedOperation) -> None:
 
 
 def quotient(op: PlacedOperation) -> None:
-    """Equate a quotient's exponent with the difference of its operands'; pin it if it rounds."""
+    """Equate a quotient's exponent with the difference of its operands'; fix all at 0 if it rounds."""
     if op.given.get("rounding_mode") is not None:
         return op.pin()
     terms = (op.of(op.given["self"]), 1), (op.of(op.given["other"]), -1)
@@ -175,7 +175,7 @@ def quotient(op: PlacedOperation) -> None:
 
 
 def add(op: PlacedOperation) -> None:
-    """Equate the exponents of a sum and its terms; an added number scales as an eps, or pins the sum."""
+    """Equate the exponents of a sum and its terms; at 0 if an added number can't scale as an eps does."""
     first, other = op.given["self"], op.given["other"]
     if not is_float(op.node):
         return
@@ -196,7 +196,7 @@ def _add_number(op: PlacedOperation, first: Any, number: Any) -> None:
 
 
 def subtract_from(op: PlacedOperation) -> None:
-    """Pin `number - x` unless the number is 0."""
+    """Fix the exponents of `number - x` and `x` at 0, unless the number is 0."""
     if op.given["other"] == 0:
         op.system.equate(op.out, op.of(op.given["self"]))
     else:
@@ -204,7 +204,7 @@ def subtract_from(op: PlacedOperation) -> None:
 
 
 def power(op: PlacedOperation) -> None:
-    """Equate the exponent of `x ** n` with n times that of `x`; pin unless 2 n is an integer."""
+    """Equate the exponent of `x ** n` with n times that of `x`; fix both at 0 unless 2 n is an integer."""
     exponent = op.given.get("exponent")
     if not isinstance(exponent, (int, float)) or exponent * 2 != int(exponent * 2):
         return op.pin()
@@ -227,7 +227,11 @@ def fixed_power(halves: str) -> Rule:
 
 
 def norm(op: PlacedOperation) -> None:
-    """Leave the input of a layer, group or RMS norm free if its eps scales by the square; else pin it."""
+    """Relate the exponents of an eps and the input of a layer, group or RMS norm: eps scales by the square.
+
+    Without an eps that can be scaled, the input's exponent is fixed at 0. The result has that of the
+    norm's weight.
+    """
     source = op.of(op.given["input"])
     eps = op.around.eps_unknown(op.node, op.given.get("eps"))
     if eps is None:
@@ -238,7 +242,7 @@ def norm(op: PlacedOperation) -> None:
 
 
 def batch_norm(op: PlacedOperation) -> None:
-    """Scale the stored statistics of a batch norm with its input."""
+    """Equate the exponents of a batch norm's input and stored mean; its variance scales by the square."""
     if op.given.get("training") or op.given.get("running_mean") is None:
         return norm(op)
     norm(op)
@@ -255,7 +259,7 @@ def _affine(op: PlacedOperation) -> None:
 
 
 def attention(op: PlacedOperation) -> None:
-    """Equate result and value, and query with minus key, as attention scores aren't scaled."""
+    """Equate result and value; query and key must cancel out, since scores must not be scaled."""
     query, key, value = (op.of(op.given[name]) for name in ("query", "key", "value"))
     op.system.relate((query, 1), (key, 1))
     op.system.equate(op.out, value)
@@ -266,7 +270,7 @@ def attention(op: PlacedOperation) -> None:
 def attend_by_kernel(op: PlacedOperation) -> None:
     """Treat an attention kernel as attention of its first three arguments; further results are statistics.
 
-    Other inputs, such as those of a function that changes the scores, are pinned.
+    The exponents of other inputs, such as those of a function that changes the scores, are fixed at 0.
     """
     first = op.node.args[:3]
     query, key, value = (op.of(x) for x in first)
@@ -277,7 +281,7 @@ def attend_by_kernel(op: PlacedOperation) -> None:
 
 
 def cast(op: PlacedOperation) -> None:
-    """Keep the exponent in a cast between floats; pin a cast to or from integers."""
+    """Equate the exponents before and after a cast between floats; fix them at 0 for integers."""
     source = op.given["self"]
     if is_float(op.node) and is_float(source):
         op.system.equate(op.out, op.of(source))
@@ -286,7 +290,7 @@ def cast(op: PlacedOperation) -> None:
 
 
 def align_choice(op: PlacedOperation) -> None:
-    """Equate all exponents of `where` or `masked_fill`; pin if it fills with a finite number but 0."""
+    """Equate all exponents of `where` or `masked_fill`; fix them at 0 for a finite number but 0."""
     names = ("self", "other", "value", "src", "source")
     numbers = [op.given[x] for x in names if isinstance(op.given.get(x), (int, float))]
     parts = op.tensors(*(x for x in names if is_float(op.given.get(x))))
@@ -297,7 +301,7 @@ def align_choice(op: PlacedOperation) -> None:
 
 
 def align_comparison(op: PlacedOperation) -> None:
-    """Equate the exponents of both sides of a comparison; a number other than 0 pins the tensor."""
+    """Equate the exponents of both sides of a comparison; with a number other than 0, fix them at 0."""
     other = op.given.get("other")
     if isinstance(other, Node):
         op.system.equate(*(op.of(x) for x in (op.given["self"], other)))
@@ -306,7 +310,7 @@ def align_comparison(op: PlacedOperation) -> None:
 
 
 def clamp(op: PlacedOperation) -> None:
-    """Equate the exponents of a clamp's input and result if its limits are 0 or scale with it; else pin.
+    """Equate the exponents around a clamp whose limits are 0 or can scale; else fix them at 0.
 
     A clamp at fp16's maximum that doesn't belong to the model has no effect, and counts as a copy.
     """
@@ -323,7 +327,7 @@ def clamp(op: PlacedOperation) -> None:
 
 
 def clamp_infinities(op: PlacedOperation) -> None:
-    """Treat `nan_to_num` at fp16's maximum as a clamp; pin it with other numbers."""
+    """Treat `nan_to_num` at fp16's maximum as a clamp; with other numbers fix its exponents at 0."""
     if is_range_clamp(op.node):
         clamp(op)
     else:
@@ -331,7 +335,7 @@ def clamp_infinities(op: PlacedOperation) -> None:
 
 
 def _clamp_below(op: PlacedOperation, source: Node, bound: float) -> None:
-    """Equate the exponents of both operands of `max(norm, eps)`; pin the norm if eps can't scale."""
+    """Equate the exponents of both operands of `max(norm, eps)`; fix the norm's at 0 if eps can't scale."""
     if not is_float(op.node) or (eps := op.around.clamp_unknown(op.node, bound)) is None:
         op.pin()
     else:
@@ -343,7 +347,7 @@ def _equate_with(op: PlacedOperation, source: Node) -> None:
 
 
 def pad(op: PlacedOperation) -> None:
-    """Keep the exponent if the padding is zeros or taken from the value's edge; else pin it."""
+    """Equate the exponents before and after padding with zeros or with the edge; else fix them at 0."""
     own_edge = op.given.get("mode", "constant") != "constant"
     if own_edge or not op.given.get("value"):
         _equate_with(op, op.given["self"])
@@ -352,7 +356,7 @@ def pad(op: PlacedOperation) -> None:
 
 
 def pad_all(op: PlacedOperation) -> None:
-    """Equate the exponents of sequences that are padded with zeros to one length; pin other padding."""
+    """Equate the exponents of sequences that are zero-padded to one length; else fix them at 0."""
     if op.given.get("padding_value"):
         op.pin()
     else:
@@ -360,7 +364,7 @@ def pad_all(op: PlacedOperation) -> None:
 
 
 def fill(op: PlacedOperation) -> None:
-    """Leave the exponent of a fill with zero free; pin a fill with another value."""
+    """Fix the exponent of a filled tensor at 0, unless the value is 0; then it is free."""
     value = op.given.get("value", op.given.get("fill_value"))
     if is_float(op.node) and (isinstance(value, Node) or value != 0):
         op.system.pin(op.out)
@@ -395,7 +399,7 @@ def pick(op: PlacedOperation) -> None:
 
 
 def pin(op: PlacedOperation) -> None:
-    """Pin the inputs and the result at exponent 0, as the operation is only right on unscaled values."""
+    """Fix the exponents of inputs and result at 0, as the operation is only right on unscaled values."""
     op.pin()
 
 
@@ -477,7 +481,7 @@ def _tells_no_value(target: Any) -> bool:
 
 
 def state_equations(op: PlacedOperation) -> bool:
-    """Add an operation's equations to the system; return False if it has no rule and was pinned."""
+    """Add an operation's equations to the system; without a rule fix all at 0 and return False."""
     rule, in_place = find_rule(op.node)
     (rule or pin)(op)
     changed = op.node.args[0] if in_place and op.node.args else None

@@ -54,7 +54,7 @@ class System:
             self._parents[root] = roots[0]
 
     def pin(self, *unknowns: int) -> None:
-        """Merge these unknowns with the constant 0."""
+        """Merge these unknowns with the constant 0, which fixes them at 0."""
         self.equate(ZERO, *unknowns)
 
     def relate(self, *terms: tuple[int, int]) -> None:

@@ -148,7 +148,7 @@ class Problem:
 
 
 def split_values(capture: Capture) -> dict[Node, Blocks]:
-    """Return the values of a capture that have several exponents, with the blocks that these belong to."""
+    """Return the values of a capture that have several exponents, with the blocks that have them."""
     return find_blocks(capture.graph.graph, capture.parameters)
 
 
@@ -174,7 +174,7 @@ def find_wide_outputs(calls: Sequence[MeasuredCall]) -> frozenset[int]:
 
 
 def find_kept_clamps(capture: Capture) -> frozenset[Node]:
-    """Return the clamps at fp16's maximum that belong to the model, and are no guard against overflow."""
+    """Return the clamps at fp16's maximum that belong to the model, and aren't just overflow guards."""
     return frozenset(
         node
         for node in capture.graph.graph.nodes
@@ -236,7 +236,7 @@ class Statements:
     def state(
         self, module: torch.nn.Module, calls: Sequence[MeasuredCall], **options: Any
     ) -> Problem:
-        """Return what `state_problem` returns for these arguments, from the cache if possible."""
+        """Return the result of `state_problem` for these arguments, from the cache if possible."""
         known = (x for x in self._made if x[1] == options and _are_stated_alike(x[0], calls))
         if (found := next(known, None)) is None:
             found = calls, options, state_problem(module, calls, **options)
@@ -265,7 +265,7 @@ def _are_stated_alike(calls: Sequence[MeasuredCall], others: Sequence[MeasuredCa
 
 
 def _find_harmless(call: MeasuredCall) -> frozenset[Node]:
-    """Find the values that may overflow to Inf, as a saturating function follows; none that may be NaN."""
+    """Find the values that may be Inf but not NaN, and whose only readers are saturating functions."""
     found = find_saturating(call.capture.graph.graph, call.ranges)
     return frozenset(x for x in found if not any(p.unbounded for p in call.ranges.get(x.name, ())))
 
@@ -375,7 +375,7 @@ class CallStatement:
         return every[0]
 
     def eps_unknown(self, node: Node, value: float | None) -> int | None:
-        """Return the unknown of an eps attribute with this value of the node's module; None without one."""
+        """Return the unknown exponent of an eps attribute with this value in a node's module, or None."""
         path = module_path(node)
         found = find_eps(self.module, path, value)
         if found is None:
@@ -385,7 +385,7 @@ class CallStatement:
         return unknown
 
     def clamp_unknown(self, node: Node, value: float) -> int | None:
-        """Return the unknown of a number that a node's code clamps from below; None if it can't be scaled.
+        """Return the unknown exponent of a number from which a node's code clamps; None if it can't scale.
 
         A number in code is scaled during calls of its module. One that depends on the dtype differs in
         fp32, and a method's own code isn't a module call.
@@ -404,7 +404,7 @@ class CallStatement:
         return unknown
 
     def keeps_clamp(self, node: Node) -> bool:
-        """Return whether a clamp at fp16's maximum belongs to the model, and is no overflow guard."""
+        """Return whether a clamp at fp16's maximum belongs to the model and isn't an overflow guard."""
         return _is_kept(node, self.call.capture)
 
     def keep_from_zero(self, node: Node) -> None:
@@ -490,19 +490,19 @@ class CallStatement:
         return None
 
     def _find_split(self, node: Node) -> Blocks | None:
-        """Return the blocks by which an operation is stated: of its result or its weight's columns."""
+        """Return the blocks that get equations one by one: of the result, or of the weight's columns."""
         weight = arguments(node).get("weight")
         columns = self._find_columns(weight) if isinstance(weight, Node) else None
         return self.call.blocks.get(node, columns)
 
     def _find_columns(self, weight: Node) -> Blocks | None:
-        """Return the blocks of a matrix's columns if these have several exponents."""
+        """Return the column blocks of a matrix that have separate exponents; None if there are none."""
         split = self.call.blocks.get(weight)
         is_read_so = all(is_kind(user, "linear", "convolution") for user in weight.users)
         return split if split is not None and split.dim == 1 and is_read_so else None
 
     def _note_layer(self, stated: PlacedOperation) -> None:
-        """Record the unknowns of the input and output of a product with one of the module's parameters."""
+        """Record the unknown exponents of the input and output of a product with a parameter."""
         node, weight = stated.node, stated.given.get("weight")
         if not is_kind(node, *PRODUCTS) or not isinstance(weight, Node):
             return
@@ -562,7 +562,7 @@ class CallStatement:
                 self._state_limit(node, block, part, interiors)
 
     def _find_interiors(self, node: Node) -> tuple[str, ...]:
-        """List the modules that keep a value in fp32 if they are; for a parameter, its owners."""
+        """List the modules in which a value is fp32 if they stay in fp32; for a parameter, its owners."""
         name = self.call.capture.parameters.get(node.name)
         if name is None:
             return find_interiors(node)

@@ -28,8 +28,8 @@ from stopdown.scaling.exponents.problem import Limit, Problem
 from stopdown.scaling.graph.range_measurement import log2_of
 
 FREE_BITS = 4.0
-"""Headroom in bits, below fp16's maximum, up to which a value costs nothing. Measured maxima are
-exceeded by other calls."""
+"""Headroom in bits below fp16's maximum that a value should keep, as other calls exceed measured
+maxima; less has a price."""
 
 ASKED_BITS = 1.0
 """Headroom in bits that every 16-bit value keeps, and that a matrix needs to stay in fp16 under hooks."""
@@ -136,7 +136,9 @@ def needs_whole(problem: Problem, *, hard_top_bits: float) -> bool:
 
 
 def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool) -> Solution | None:
-    """Find the cheapest exponents; return None if none are found.
+    """Find exponents that keep all values in range at the lowest price; return None if none are found.
+
+    Prices are those of folds, multiplies, modules in fp32, little headroom and small typical sizes.
 
     Args:
         hard_top_bits: headroom in bits that every 16-bit value must keep.
@@ -176,7 +178,7 @@ def _state_program(
 
 
 def explain_failure(problem: Problem) -> ScalingError:
-    """Make the error for a problem without a solution; it names too large values that nothing can scale."""
+    """Return the error for an unsolvable problem, which names large values that nothing can scale."""
     fixed = [x for x in problem.limits if problem.system.find(x.unknown) == ZERO]
     too_large = [x for x in fixed if x.range.amax > _largest(x.dtype)]
     worst = sorted(too_large, key=lambda x: -x.range.amax)[:3]

@@ -54,7 +54,7 @@ def merge_alike(problem: Problem, names: Mapping[str, str]) -> Problem:
 
 
 def tie_columns(problem: Problem) -> Problem | None:
-    """Return the problem with one exponent for all columns of a weight; None if no weight has several."""
+    """Return the problem with one exponent for all columns of a weight; None if it already has that."""
     groups: dict[str, list[int]] = {}
     for name, unknown in problem.parameters.items():
         bare, place = split_fold_name(name)

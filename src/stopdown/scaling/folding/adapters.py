@@ -208,8 +208,8 @@ class _FollowedLayer(SameInCopies):
         """Scale the layer's adapters with the exponents of its weight, unless they are already scaled.
 
         Args:
-            is_merging: for a merge into the weight, which the multiply of the layer's output doesn't
-                scale.
+            is_merging: whether they are about to be merged into the weight, which the multiply of the
+                layer's output doesn't scale.
         """
         layer: Any = self._layer()
         names = list_adapter_names(layer) - self._folds.planned
@@ -228,7 +228,7 @@ class _FollowedLayer(SameInCopies):
             self._done[name] = state, list(parts.values()), patches
 
     def _fold(self, name: str, parts: Mapping[str, torch.Tensor], is_merged: bool) -> Patches:
-        """Scale one adapter in place; undoing the returned patches restores it."""
+        """Multiply an adapter by its layer's folded powers of two; undo the patches to restore it."""
         layer: Any = self._layer()
         base, folds, patches = layer.get_base_layer(), self._folds, Patches()
         path = unwrap_name(folds.paths[base])
@@ -331,7 +331,7 @@ def _is_fresh(weight: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> bool:
 
 
 def _is_wide(scaling: Scaling, path: str) -> bool:
-    """Return whether a layer stays in fp32 because of an fp32 module or stream: fp16 may overflow in it."""
+    """Return whether a layer stays in fp32, alone or beside an fp32 residual stream, to avoid overflow."""
     kept = () if scaling.stream is None else map(unwrap_name, scaling.stream.kept)
     return is_inside(path, *scaling.fp32_modules) or f"{path}.weight" in kept
 
@@ -385,7 +385,7 @@ def find_part_exponents(
 
 
 def _add_columns(made: dict[str, torch.Tensor], parts: Parts, columns: torch.Tensor) -> None:
-    """Add the exponents of the weight's columns to those of the adapter's factor that has these columns."""
+    """Add the exponents of the weight's columns to those of the adapter's tensor with the same columns."""
     if strange := sorted(parts.keys() & {"magnitude", "lora_embedding_A"}):
         raise ScalingError(
             f"columns of its weight have several exponents, and there is no rule for {strange[0]} then"
@@ -395,7 +395,7 @@ def _add_columns(made: dict[str, torch.Tensor], parts: Parts, columns: torch.Ten
 
 
 def _scale_lora(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return exponents of a LoRA: the rows' for B, less a share for A if fp16 represents both better so."""
+    """Return the exponents of a LoRA: the rows' for B, except a share for A if that fits fp16 better."""
     if "lora_B" not in parts or "lora_A" not in parts:
         raise ScalingError(f"it has {', '.join(sorted(parts))} and not both matrices")
     if "magnitude" in parts and parts["magnitude"].numel() != len(rows) and not _is_uniform(rows):
@@ -438,7 +438,7 @@ def _spread(tensor: torch.Tensor, rows: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def keep_merges(module: torch.nn.Module, patches: Patches) -> Callable[[], object]:
-    """Preserve merges of adapters that happen while weights are replaced, when `patches` restores these.
+    """Preserve merges of adapters made while weights are replaced, once `patches` restores the weights.
 
     Returns:
         A function that unmerges them. `patches` must run it first, so it is deferred last.
@@ -497,7 +497,7 @@ def _measure_layer(layer: Any, name: str) -> float:
 
 
 def list_misfitting(module: torch.nn.Module) -> dict[str, str]:
-    """Map each adapter that isn't scaled with the exponents of its weights to the reason."""
+    """Map each adapter that can't have the exponents of its weights to the reason."""
     found: dict[str, str] = {}
     for layer in _list_layers(module):
         followed = _find_followed(layer)

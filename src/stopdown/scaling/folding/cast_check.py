@@ -40,7 +40,7 @@ class CastCheck(SameInCopies):
         self.accept()
 
     def accept(self) -> None:
-        """Accept the present dtypes of the parameters as the right ones."""
+        """Record the parameters' current dtypes as the expected ones."""
         self._known = {id(part): _read_dtypes(part) for part in _find_entries(self.module)}
 
     def put_on(self, patches: Patches) -> None:

@@ -150,7 +150,7 @@ def load_scaled(
 
     Returns:
         The changes. Undoing them leaves fp32 weights that equal the stored ones up to rounding to
-            `dtype`.
+        `dtype`.
     """
     folds = {id(x): found for x, found in locate_folds(module, scaling.exponents)}
     patches = Patches()
@@ -298,7 +298,7 @@ def _read_eps(owner: torch.nn.Module, name: str) -> float | None:
 
 
 def check_casts(rescaling: Rescaling) -> None:
-    """Have a rescaled module refuse calls after a cast by other means than `cast_`, if it matters."""
+    """Have a rescaled module refuse calls after a cast other than by `cast_` that changes values."""
     needs = ", ".join(_list_needs(rescaling.module, rescaling.scaling))
     if needs:
         patches = Patches()
@@ -373,7 +373,7 @@ def cast_(
 
     Returns:
         The changes; `.undo()` restores every dtype, value and hook, and so does undoing the rescaling.
-            They hold the old values: drop both to free them.
+        They hold the old values: drop both to free them.
     """
     require_module(module, "cast_")
     dtype, plan = read_dtype("cast_", dtype), rescaling_or_plan
@@ -420,7 +420,7 @@ def has_more_than_folds(scaling: Scaling) -> bool:
 
 
 def keeps_fp32(scaling: Scaling) -> bool:
-    """Return whether a scaling keeps modules, outputs or the stream in fp32 because of their range."""
+    """Return whether a scaling keeps modules, outputs or the residual stream in fp32 for their range."""
     return bool(scaling.fp32_modules or scaling.outputs or scaling.stream is not None)
 
 
@@ -471,7 +471,7 @@ def find_folded_parts(module: torch.nn.Module, scaling: Scaling) -> list[torch.n
 
 
 def restrict_scaling(scaling: Scaling, path: str) -> Scaling:
-    """Return the exponents, eps, multiplies and stream inside one submodule, with paths relative to it."""
+    """Return a scaling's entries for one submodule, with names relative to it, as a scaling of its own."""
 
     def keep(names: Iterable[str]) -> dict[str, str]:
         return {x: x[len(path) + 1 :] for x in names if is_inside(x, path)}
@@ -599,7 +599,7 @@ def _narrow_what_fits(
 
 
 def _leave_out(stream: ResidualStream, fp32_modules: tuple[str, ...]) -> ResidualStream:
-    """Remove a stream's casts to the narrow dtype inside fp32 modules, whose weights are fp32."""
+    """Return a residual stream without its narrowing casts inside fp32 modules, whose weights are fp32."""
     return replace(stream, cast_input_down=_list_outside(stream.cast_input_down, fp32_modules))
 
 
@@ -618,7 +618,7 @@ def _fold_parameters(
 def locate_folds(
     module: torch.nn.Module, exponents: Mapping[str, int]
 ) -> list[tuple[torch.Tensor, list[tuple[Place, int]]]]:
-    """Return each tensor to be folded, with the blocks and exponents of its folds."""
+    """Return each tensor that gets exponents, with its blocks and their exponents."""
     found = name_parameters(module)
     named = {unwrap_name(name): tensor for name, tensor in found.items()} | found
     located = []
@@ -711,7 +711,10 @@ def _cast(source: torch.dtype, target: torch.dtype, value: torch.Tensor) -> torc
 
 
 def _cast_mask(source: torch.dtype, target: torch.dtype, value: torch.Tensor) -> torch.Tensor:
-    """Cast an argument that may be a mask. A capture sees only the cast, as masks have no exponents."""
+    """Cast an argument that may be an additive mask, whose fill values stay finite.
+
+    A capture gets the plain cast, for which exponents have a rule.
+    """
     is_captured = is_traced() and not torch.compiler.is_dynamo_compiling()
     if value.dtype != source or is_captured:
         return _cast(source, target, value)
