@@ -1,4 +1,4 @@
-"""`stopdown batch`, as a plain function: many prompts in, a folder of outputs and a summary out."""
+"""Implementation of `stopdown batch`: run many prompts into a folder of outputs with a summary."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from stopdown.batch.pools import Pool
 
 SUMMARY, PAGE = "batch.json", "batch.html"
-"""What is beside the outputs."""
+"""Files that a batch writes beside its outputs: its record, and that record as a page."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def batch(options: BatchOptions, display: Display, plain: Any = None) -> BatchRe
     """Make every item that does not exist yet, and write the summary and its page.
 
     Args:
-        plain: stream that gets a line for each item; None where a terminal shows bars.
+        plain: stream to which each finished item writes a line; None if a terminal shows bars.
     """
     begun = time.perf_counter()
     _check_options(options)
@@ -187,7 +187,7 @@ def _run(
     plain: Any,
     begun: float,
 ) -> BatchRecord:
-    """Sign the items, hand out those that are not finished, and return the results of all."""
+    """Hash each item, make those that are not finished yet, and return the summary of all."""
     from stopdown.batch.dispatch import Dispatch, PlanVersions, read_versions
     from stopdown.batch.jobs import prepare_batch
     from stopdown.batch.worker import describe_result, find_finished
@@ -232,7 +232,7 @@ def _refuse_too_large(
     asked: Sequence[tuple[Item, Request]],
     display: Display,
 ) -> None:
-    """Refuse the largest item where no device of this machine can make it; its line is named."""
+    """Raise `OptionError`, naming its line, if the largest item will not fit into the device's memory."""
 
     def count(pair: tuple[Item, Request]) -> int:
         _, request = pair
@@ -268,11 +268,11 @@ _OF_THE_RUN = (
     *SHOWN,
     *("prompts", "prompt", "output", "workers", "journal", "strict"),
 )
-"""Options that say how a batch is run and shown, and change no output."""
+"""Options that affect how a batch is run or displayed, but none of its outputs."""
 
 
 def _read_summary(folder: Path) -> BatchRecord | None:
-    """Return the summary of an earlier batch in the folder."""
+    """Return the summary of an earlier batch in the folder; None if there is no readable one."""
     with contextlib.suppress(InputError, OSError):
         return from_json((folder / SUMMARY).read_bytes(), BatchRecord)
     return None
@@ -291,7 +291,7 @@ def _find_finished(earlier: BatchRecord, digest: str, folder: Path) -> tuple[Ite
 def _repeat(
     earlier: BatchRecord, items: tuple[ItemResult, ...], options: BatchOptions, begun: float
 ) -> BatchRecord:
-    """Return the summary of a batch without work."""
+    """Return the summary of a batch whose items were all finished by an earlier run."""
     return dataclasses.replace(
         earlier,
         prompts=options.prompts or "",
@@ -320,12 +320,9 @@ def _check_options(options: BatchOptions) -> None:
 
 
 def _place_media(options: BatchOptions, item: Item) -> Item:
-    """Return the item with the paths of its pictures and video; its own come before those of the command.
+    """Return the item with paths for its pictures and video: its own, else those of the command.
 
-    Relative paths begin at the folder of the prompts file.
-
-    Relative paths begin at the folder of the prompts file. Paths of the command apply where the item has
-    none.
+    The item's relative paths are resolved against the folder of the prompts file.
     """
     folder = Path(options.prompts or "").parent  # of "-" and of none, the working folder
     own = {name: str(folder / place) for name, place in item.media.items()}
@@ -363,7 +360,10 @@ def _open_pool(
     prepared: PreparedBatch,
     state: _Batch,
 ) -> Pool:
-    """Start the workers, in processes of their own; a single worker runs in this process."""
+    """Return the pool of workers: this process for a single worker, else one process for each.
+
+    `--device auto` uses all CUDA devices.
+    """
     from stopdown.batch.pools import InProcess, Processes
     from stopdown.runtime.session import tell_calls
 
@@ -380,7 +380,10 @@ def _open_pool(
 
 @dataclass
 class _Batch:
-    """A batch while it goes on: a bar in a terminal, `plain` gets a line for each item elsewhere."""
+    """State of a running batch, and its progress display.
+
+    In a terminal the display shows a bar. `plain`, if set, is a stream that gets a line for each item.
+    """
 
     options: BatchOptions
     display: Display
@@ -440,7 +443,7 @@ class _Batch:
 
     @contextmanager
     def kept(self, folder: Path) -> Iterator[None]:
-        """Announce the progress and the way to continue if the block is interrupted."""
+        """Announce how far the batch got, and how to continue it, if the block is interrupted."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):

@@ -1,4 +1,4 @@
-"""`stopdown bench`: what this device makes of each precision, as a report to paste into an issue."""
+"""Implementation of `stopdown bench`: measure each precision on this device, for a report in an issue."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BenchOptions(CommandOptions):
 
 
 def main(options: BenchOptions) -> int:
-    """Print the report; return 1 when a row is missing."""
+    """Print the report; return 1 if a row could not be measured."""
     from stopdown.app.progress import open_display, print_result
 
     refuse_unknown_device(options.device)

@@ -1,4 +1,4 @@
-"""`--arg NAME=VALUE`: arguments of a pipeline's call that have no option of their own."""
+"""Parsing of `--arg NAME=VALUE`, for pipeline arguments that have no option of their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OURS = {
     "return_dict": "Stopdown reads the output by the names of its fields.",
     "generator": "The noise is drawn from `seed`.",
 }
-"""Arguments that Stopdown gives itself, and why."""
+"""Arguments that users cannot set because Stopdown sets them, with the reason."""
 
 _NAME = re.compile(r"[A-Za-z_]\w{0,99}", re.ASCII)
 
@@ -27,11 +27,12 @@ _NAME = re.compile(r"[A-Za-z_]\w{0,99}", re.ASCII)
 def read_arguments(given: tuple[str, ...]) -> dict[str, Any]:
     """Return extra arguments of a pipeline's call, by name.
 
-    JSON becomes its value, a picture or video PIL images, sound a tensor, and other text stays text.
+    JSON is decoded, a picture is read as a PIL image, a video as a list of them, sound as a tensor. Other
+    text stays text.
 
     Args:
-        given: texts such as `class_labels=[207]`, `pose_video=pose.mp4` and `image=["a.png", "b.png"]`. The
-            suffix of a file decides, also in a list; a text in double quotes alone is a text.
+        given: texts such as `class_labels=[207]`, `pose_video=pose.mp4` and `image=["a.png", "b.png"]`. A
+            file is recognised by its suffix. A text in double quotes is never a file, except in a list.
     """
     arguments: dict[str, Any] = {}
     for text in given:
@@ -84,7 +85,7 @@ def _read_value(name: str, text: str) -> Any:
 
 
 def _read_listed_pictures(value: Any) -> Any:
-    """Return a list in which each name of a picture's file is the picture, also in its own lists."""
+    """Return a list, or nested lists, with each file name of a picture replaced by its PIL image."""
     if isinstance(value, list):
         return [_read_listed_pictures(entry) for entry in value]
     if isinstance(value, str) and Path(value).suffix.lower() in PICTURES:

@@ -1,4 +1,4 @@
-"""Records in the terminal: the card of a run, the table of a comparison."""
+"""Printing of records in the terminal: a card for a run, a table for a comparison."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def print_card(record: RunRecord, console: Console, *, page: Path | None = None)
     """Print the verdict, the next command, and a card with precisions, reasons, time and memory.
 
     Args:
-        page: page that was made of the record of an earlier run; None after the run itself.
+        page: HTML page that was just made from the record of an earlier run; None right after a run.
     """
     is_new = page is None
     said = f"Wrote {record.output} in {record.elapsed_s:.1f} s" if is_new else record.output

@@ -1,7 +1,7 @@
-"""`stopdown check`, as a plain function: a source in, what will go wrong out.
+"""Implementation of `stopdown check`: report dtype problems of a model before it is run.
 
-A weight file that is named without anything about a model is looked at as a file: what it holds, with
-what in it. Options that only a model has (a precision, its configurations) check it as one.
+A weight file is checked as a file: its contents, the values in it, and the problems that these would
+cause. With an option that only applies to models, such as `--precision`, it is checked as a model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OF_MODELS = (
     "output",
     "variant",
 )
-"""Options about a model; with one of them a file is checked as the model that it holds."""
+"""Options that only apply to models; with any of them a weight file is checked as a model."""
 
 NOT_WRITTEN = (
     "a folder cannot contain casts of arguments: after loading it, call stopdown.mend(pipe)."
@@ -110,7 +110,7 @@ class CheckOptions(SourceOptions):
 
 
 def main(options: CheckOptions) -> int:
-    """Run the command and print its page; return 1 if a finding is a fault."""
+    """Run the command and print its report; return 1 if a finding is a fault and not just a note."""
     from stopdown.app.progress import open_display, print_result
 
     is_file = is_weight_file(options)
@@ -172,7 +172,7 @@ def check_file(options: CheckOptions, display: Display | None = None) -> FileChe
 
 
 def check_model(options: CheckOptions, display: Display | None = None) -> CheckRecord:
-    """Check a source; with `fix`, load it, repair it and check the remaining problems."""
+    """Check a model without its weights; with `options.fix`, load it, repair it and check it again."""
     begun = time.perf_counter()
     _refuse(options)
 
@@ -256,7 +256,7 @@ def _resolve(options: CheckOptions, *, with_weights: bool = True) -> Source:
 
 
 def print_check(record: CheckRecord, console: Console, *, precision: str = "auto") -> None:
-    """Print the verdict, the next command, and the evidence."""
+    """Print the verdict, the command to run next, the precisions checked, and each finding."""
     from stopdown.app.progress import print_parts
 
     show = functools.partial(print_parts, console)

@@ -1,10 +1,11 @@
-"""Processes that a script starts with `multiprocessing`: they are counted, and new ones guarded as well.
+"""Counting and guarding of the processes that a script starts with `multiprocessing`.
 
-A forked process has the guard of its parent. A process that is spawned, or that a server forks, begins
-anew: the guard is put on there by what it is told before it imports the script.
+A forked process inherits the guard of its parent. A process that is spawned, or forked by a server, starts
+with a fresh interpreter. It installs the guard while it unpickles its preparation data, before it imports
+the script.
 
-Not covered: processes that are started otherwise (`subprocess`, `torchrun`), and interpreters that have no
-Stopdown.
+Not covered: processes started in other ways (`subprocess`, `torchrun`), and interpreters in which Stopdown
+is not installed.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from stopdown.interception.patches import Patches
 
 
 class Children:
-    """The processes that were started while it listens; `guard` is called in those that begin anew."""
+    """Counter of the processes started after `listen`; `guard` is called in each fresh interpreter."""
 
     def __init__(self, guard: Callable[[], object]) -> None:
-        """Take the function that guards a child process.
+        """Store the function that guards a child process.
 
         Args:
-            guard: function without arguments that can be pickled.
+            guard: picklable function without arguments.
         """
         self.started = 0
         self._guard = guard
@@ -58,11 +59,14 @@ except Exception as error:
     import sys
     sys.stderr.write(f"stopdown: a process that the script started is not guarded: {error}\\n")
 """
-"""What a process does when it reads what it is told; nothing here ends a process of the script."""
+"""Code that a child process runs while it unpickles its preparation data. It never ends the process."""
 
 
 class _Begin:
-    """Puts the guard on where it is unpickled, with nothing but Python's own names."""
+    """Object that installs the guard when it is unpickled.
+
+    Its pickle refers to built-ins only, so that it loads where Stopdown is not installed.
+    """
 
     def __init__(self, guard: Callable[[], object]) -> None:
         self._guard = pickle.dumps(guard)

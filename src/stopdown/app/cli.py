@@ -1,7 +1,8 @@
-"""The command line. Exit 0 clean, 1 findings or a failed run, 2 usage, 130 after Ctrl-C, 143 after
-SIGTERM, 129 after SIGHUP, 141 if the reader of stdout has closed it.
+"""Entry point of the command line.
 
-Signals are heard before anything else is imported.
+Exit codes: 0 clean, 1 findings or a failed run, 2 wrong usage, 130 after Ctrl-C, 143 after SIGTERM, 129
+after SIGHUP, 141 if the reader of stdout has closed it. Signal handlers are installed before anything else
+is imported.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from stopdown.app.signals import SignalTrap
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command line and leave with its exit code; no traceback for a user's mistake.
+    """Run the command line and exit with its code; a user's mistake shows no traceback.
 
     Args:
-        arguments: words after `stopdown`; None takes those of the process, which ends with the command.
+        arguments: words after `stopdown`; None for those of the process, which ends after the command.
     """
     words = sys.argv[1:] if arguments is None else arguments
     trap = SignalTrap()
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _leave(words: list[str], name: str) -> None:
-    """Report a signal that nothing is unwound for."""
+    """Report a signal that ends the process without unwinding the stack, and drop its file locks."""
     from stopdown.app.messages import report_interrupt
 
     if sys.stderr.isatty():

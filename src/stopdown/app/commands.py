@@ -1,7 +1,7 @@
-"""The commands, as Typer knows them.
+"""Registration of all commands with Typer.
 
-Each is one module `*_command`: the dataclass of its options, from which `registration` makes what
-Typer needs, and `main`, which does the work and gives the exit code.
+Each command is one module `*_command`. It defines a dataclass of options, which `registration` translates
+for Typer, and `main`, which does the work and returns the exit code.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def run(words: list[str]) -> int:
 
 
 _INTERRUPTED = 130
-"""The code that Typer leaves with after Ctrl-C."""
+"""Typer's exit code after Ctrl-C."""
 
 
 def _refuse_lost_folder() -> None:

@@ -1,4 +1,4 @@
-"""`stopdown compare`, as a plain function: options in, comparison out, and what the terminal shows."""
+"""Implementation of `stopdown compare`: run prompts in several precisions, and write an HTML page."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from stopdown.records import describe_other, to_json
 from stopdown.report.pages import check_page, render_comparison, write_page
 
 DEFAULT_OUTPUT = Path("report.html")
-"""Where the page goes without -o; it replaces nothing there."""
+"""Default path of the page; a number is added if the file exists."""
 
 _LARGEST_SEED = 2**62 - 1
-"""Prompts have the seeds that follow the first."""
+"""Largest first seed; later prompts use the seeds after it."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ def main(options: CompareOptions) -> int:
 def compare_model(options: CompareOptions, display: Display) -> tuple[Comparison, Path]:
     """Run the comparison and write its page and its record; return the record and the path of the page.
 
-    A start that was interrupted goes on: cells are kept beside the output until all are done.
+    Each cell (one prompt in one precision) is saved beside the output until all are done. An interrupted
+    comparison therefore continues with the first missing cell.
     """
     for package in ("torchmetrics", "jinja2"):
         require_package(package, "compare", "`stopdown compare`")
@@ -193,9 +194,12 @@ def compare_model(options: CompareOptions, display: Display) -> tuple[Comparison
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Reserve the folder of finished cells for this process within the block.
+    """Lock the folder of finished cells (one prompt in one precision each) while the block runs.
 
-    Empty folders are removed at the end.
+    It is removed at the end if it holds no files.
+
+    Raises:
+        InputError: another process holds the lock.
     """
     busy = InputError(
         f"Another comparison is keeping its cells in {folder} just now.",
@@ -213,7 +217,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 describe_no_comparison = functools.partial(describe_other, "comparison")
-"""What a file holds that no comparison's record may replace; empty for one."""
+"""Describes a file that must not be overwritten as it holds no comparison; "" if it holds one."""
 
 
 def find_cells(output: Path) -> Path:

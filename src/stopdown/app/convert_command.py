@@ -1,4 +1,4 @@
-"""`stopdown convert`, as a plain function: options in, files and record out, and the summary."""
+"""Implementation of `stopdown convert`: write an fp16 copy of a model, and print a summary."""
 
 from __future__ import annotations
 
@@ -102,7 +102,10 @@ def main(options: ConvertOptions) -> int:
 
 
 def convert_model(options: ConvertOptions, display: Display) -> Conversion:
-    """Write a checkpoint converted by its plan, for programs without Stopdown."""
+    """Write an fp16 copy of a model, LoRA or text encoder that runs without Stopdown.
+
+    A model is converted by its plan, which is computed from the weights if none is given.
+    """
     is_lora = is_lora_file(Path(options.source).expanduser())
     refuse_ignored(options.source, options.revision, options.config)
     if options.plan is None and not is_lora:
@@ -146,7 +149,7 @@ def convert_model(options: ConvertOptions, display: Display) -> Conversion:
 
 
 def _check_plan(options: ConvertOptions) -> None:
-    """Refuse options for text encoders, and a LoRA without its model's plan."""
+    """Refuse `--component` and `--certify`, which are for lone text encoders, and a LoRA without a plan."""
     for name, given in {"--component": options.component, "--certify": options.certify}.items():
         if given:
             beside = "beside --plan" if options.plan is not None else f"for {options.source}"
@@ -184,7 +187,11 @@ def _find_encoder(options: ConvertOptions, display: Display) -> Encoder | None:
 
 
 def print_conversion(made: Conversion, console: Console, *, is_whole: bool = False) -> None:
-    """Print the proof and the contents of the copy, the code that loads it, and with -v the reasons."""
+    """Print what is proven of the copy, its contents, and the code that loads it.
+
+    Args:
+        is_whole: also print the reasons for each component's precision, as with -v.
+    """
     from rich.text import Text
 
     from stopdown.app.progress import make_table
@@ -206,7 +213,7 @@ def print_conversion(made: Conversion, console: Console, *, is_whole: bool = Fal
 
 
 def _describe_safety(made: Conversion) -> str:
-    """Describe the activations that are not proven to stay in range and that nothing watches."""
+    """Describe in a sentence how many fp16 activations are not proven to stay in range."""
     narrow = [x for x in made.components if x.precision == "fp16"]
     if not narrow:
         return "nothing was converted to fp16; -v shows why."

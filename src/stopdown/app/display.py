@@ -1,4 +1,4 @@
-"""What a run tells a person while it goes on; this display shows nothing, others of `progress` do."""
+"""Interface of the progress displays. `Display` itself shows nothing; `progress` has the visible ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stopdown.sources.sources import check_libraries
 
 
 class Display:
-    """What a run tells a person while it goes on; a context manager."""
+    """Display of a run's progress and messages that shows nothing; a context manager."""
 
     def __enter__(self) -> Self:
         return self
@@ -72,8 +72,9 @@ def keep_updated(
     """Write a plan with the repairs of a run, for the next run; return its path, or None if not written.
 
     Args:
-        path: of the plan that was named; None for one that `auto` made.
-        keeps: whether that one may be written.
+        path: the plan file that the user named; None to write the plan into the cache.
+        keeps: whether the file at `path` may be overwritten.
+        announce: shows a message about the result.
     """
     if path is None:
         try:

@@ -1,4 +1,4 @@
-"""`stopdown doctor`, as plain functions: a machine or a profile in, its health out."""
+"""Implementation of `stopdown doctor`: report the health of this machine, or of a device profile."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ class DoctorOptions(CommandOptions):
 
 
 def main(options: DoctorOptions) -> int:
-    """Run the command and print its page, or the profile; return 1 if PyTorch cannot compute on a
-    device.
+    """Run the command and print its report, or a device profile with `--toml`.
+
+    Returns 1 if PyTorch cannot compute on a device.
     """
     from stopdown.app.progress import open_display, print_result
 

@@ -1,4 +1,4 @@
-"""`stopdown explain`, as a plain function: a message, a log or a picture in, a diagnosis out."""
+"""Implementation of `stopdown explain`: diagnose an error message, a log, a picture or a video."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ExplainOptions(CommandOptions):
 
 
 def main(options: ExplainOptions) -> int:
-    """Run the command and print its page; return 1 if the text is unknown."""
+    """Run the command and print the diagnosis; return 1 if the text matches no known fault."""
     from stopdown.app.progress import print_result
 
     diagnosis = diagnose(_join(options.subject))
@@ -60,10 +60,7 @@ def _join(words: tuple[str, ...]) -> str | None:
     """Join the words of a message that was given without quotes; None if there are no words.
 
     Raises:
-        OptionError: several subjects were given, and one of them is a file.
-
-    Raises:
-        OptionError: several subjects were given, and one of them is a file.
+        OptionError: several words were given, and one of them is a file.
     """
     files = [word for word in words if len(words) > 1 and _find_path(word)]
     if files:

@@ -1,7 +1,7 @@
-"""`stopdown fit`, as a plain function: a source and limits of memory in, whether and how it fits out.
+"""Implementation of `stopdown fit`: predict whether a model fits into memory, and how.
 
-The precision is the one that `generate` takes by itself. Others are compared if it does not fit, or
-with `--verbose`.
+The prediction is for the precision that `generate` would choose. Others are compared if it does not fit,
+or with `--verbose`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class FitOptions(FitRunOptions, ModelOptions):
 
 
 def main(options: FitOptions) -> int:
-    """Run the command, with progress and the answer; return 1 if nothing fits."""
+    """Run the command and print the answer; return 1 if no strategy fits."""
     from stopdown.app.progress import open_display, print_result
 
     with open_display(options) as display:
@@ -124,7 +124,7 @@ def _read_limit(text: str, profile: Profile, display: Display) -> int:
 
 
 def print_fit(made: MemoryForecast, console: Console, *, verbose: bool = False) -> None:
-    """Print the answer; with `verbose` a table of strategies for each precision, and the reasons."""
+    """Print the answer; with `verbose` also a table of strategies for each precision, and the reasons."""
     console.print(made.answer, soft_wrap=True)
     if made.command:
         if made.precision == "rescaled fp16" and made.flag != "auto":
@@ -172,9 +172,11 @@ def _print_rows(rows: Sequence[MemoryRow], plan: MemoryForecast, console: Consol
 
 
 def list_worthwhile(rows: tuple[MemoryRow, ...], chosen: str) -> list[MemoryRow]:
-    """Return the strategies worth showing, from rows in the order of their time.
+    """Return the strategies that need less memory than every faster one, and the chosen strategy.
 
-    They are those that need less memory than every faster strategy, and the chosen one.
+    Args:
+        rows: strategies of one precision, fastest first.
+        chosen: name of the chosen strategy.
     """
     shown: list[MemoryRow] = []
     for row in rows:

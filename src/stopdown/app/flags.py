@@ -1,4 +1,4 @@
-"""Options that several commands of the command line share, each written once."""
+"""Definitions of the options that several commands share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import typer
 from stopdown.pipelines.requests import FIELDS, MEDIA
 
 SHOWN = ("json", "quiet", "verbose")
-"""Options about what is printed: no record has them."""
+"""Options that only affect what is printed; records leave them out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """What every command takes; the dataclass of a command is a subclass."""
+    """Options of every command; the dataclass of a command is a subclass."""
 
     quiet: Annotated[
         bool,
@@ -43,7 +43,7 @@ class CommandOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions(CommandOptions):
-    """What every command takes that reads a model."""
+    """Options of every command that reads a model."""
 
     variant: Annotated[
         str | None,
@@ -62,9 +62,13 @@ ArgumentsOption = Annotated[
 
 
 def make_options(name: str, wanted: Iterable[dataclasses.Field[Any]]) -> Any:
-    """Make a dataclass of options from fields of a request, with their help; commands inherit from it.
+    """Make a dataclass of options from fields of `Request`, from which the options of a command inherit.
 
-    A field that a command declares itself overrides the inherited one.
+    A command can redeclare a field. Fields that are left out become class attributes with their defaults.
+
+    Args:
+        name: name of the dataclass.
+        wanted: fields of `Request`, each with its type and its help text in `metadata`.
     """
     entries = list[tuple[str, Any, Any]]()
     for entry in wanted:
@@ -91,7 +95,7 @@ _NOT_TAKEN = {
     "lora": (),
     "arg": (),
 }
-"""What a command has that does not take these options."""
+"""Values that a command's options have in place of options that the command does not offer."""
 
 LEFT_OUT = {
     "run": ("prompt",),
@@ -99,9 +103,11 @@ LEFT_OUT = {
     "convert": tuple(entry.name for entry in FIELDS),
     "fit": ("prompt", "negative", "seed", "strength", *MEDIA),
 }
-"""What a command does not take of the fields of a request. Prompts are taken in ways of their own. A plan
-and its conversion are computed from the weights. Memory does not depend on the others, and forecasts draw
-pictures that they need."""
+"""Fields of a request that are not options of a command, by kind of command.
+
+Commands read prompts in their own ways. Plans and conversions depend on the weights alone. Memory does not
+depend on the fields left out for `fit`, and forecasts generate the pictures that they need.
+"""
 
 RunOptions, PlanRunOptions, ConvertRunOptions, FitRunOptions = (
     make_options(f"{name.title()}Options", (x for x in FIELDS if x.name not in names))
@@ -118,7 +124,7 @@ ConfigOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(SourceOptions):
-    """Which model is meant, and what is put on it."""
+    """Options that select a model, with its LoRAs and scheduler."""
 
     lora: Annotated[
         tuple[str, ...],

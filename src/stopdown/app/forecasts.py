@@ -1,6 +1,6 @@
-"""Whether a run fits into memory, and how, from configurations and the headers of weights: one line first.
+"""Forecasts of whether and how a run fits into memory, from configurations and the headers of weights.
 
-`stopdown fit` asks for any device, and `generate` for its own before weights are downloaded.
+`stopdown fit` makes them for any device, and `generate` for its own, before weights are downloaded.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def fit_source(
     """Predict whether a run of a source stays within a limit, from configurations and headers alone.
 
     Args:
-        options: of `fit` or of `generate`.
-        source: complete, except for its weights.
-        read: the request; other inputs that the pipeline needs are made up.
+        options: options of `fit` or of `generate`.
+        source: the completed source; its weights need not be there.
+        read: the request; inputs that it lacks and the pipeline needs are generated.
         limit: device memory for the run, in bytes.
         host_limit: host memory for weights that are not in use, in bytes.
         plan: the plan that `options.precision` names.
@@ -180,7 +180,7 @@ def _refuse(made: MemoryForecast, tried: Sequence[Fit]) -> str:
 def _name_command(
     made: MemoryForecast, options: Any, needed: Sequence[str], sizes: Mapping[str, Any]
 ) -> str:
-    """Return the command line for the chosen run; inputs that are still needed are in capitals."""
+    """Return the `stopdown generate` command of the forecast run; missing inputs are in capitals."""
     asked: dict[str, Any] = {name: sizes.get(name) for name in _SIZES}
     names = {entry.name for entry in dataclasses.fields(options)}
     left_out = {"device": None, "host_memory": "auto", "prompt": None}
@@ -229,10 +229,11 @@ def _try_way(
     answers: Answers,
     limit: int = 0,
 ) -> Fit:
-    """Predict the memory of every strategy in one precision; the fastest come first.
+    """Predict the memory of every strategy with one plan; the fastest come first.
 
     Args:
-        limit: no further strategy is tried if the model fits into these bytes without one.
+        limit: bytes; if the model fits into them without a strategy, no other is tried.
+        answers: cache of dry-run results, which is extended.
     """
     from stopdown.memory.caching_allocator import find_workspace
     from stopdown.memory.forecast import Room, predict_all, sort_by_time
@@ -385,5 +386,5 @@ _SIZES = ("frames", "height", "width")
 
 
 def _describe(request: Request) -> dict[str, Any]:
-    """Return the sizes and the guidance of a request, without those that are not set."""
+    """Return the frames, height, width and guidance that a request sets, by name."""
     return {name: v for name in (*_SIZES, "guidance") if (v := getattr(request, name)) is not None}

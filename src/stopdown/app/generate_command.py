@@ -1,4 +1,4 @@
-"""`stopdown generate`, as a plain function: options in, a file and its record out.
+"""Implementation of `stopdown generate`: run a pipeline, and write a file with its record.
 
 Heavy imports are inside functions, so that `stopdown --help` is quick.
 """
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_OUTPUT = "stopdown"
-"""Where the output goes without -o, with the suffix of what the model makes; it replaces nothing there."""
+"""Default output name, without the suffix, which depends on the pipeline. Existing files are kept."""
 
 _BUNDLED_WORDS = re.compile(
     "an?|on|of|across|video|moving|moves|background|red|green|blue|yellow|purple|white|circle|square"
@@ -136,7 +136,7 @@ class GenerateOptions(RunOptions, ModelOptions):
 
 
 def main(options: GenerateOptions) -> int:
-    """Run the command, with progress and the card; return 1 if `--strict` refuses the frames."""
+    """Run the command, and print a card for each run; return 1 if `--strict` finds a fault."""
     from stopdown.app.cards import print_card
     from stopdown.app.progress import open_display, print_result
 
@@ -186,12 +186,12 @@ def list_run_options(options: GenerateOptions) -> list[GenerateOptions]:
 
 @dataclass
 class ModelCache:
-    """The model of several runs, which the first of them chooses and loads.
+    """Model that the first of several runs chooses and loads, and later ones use again.
 
     Attributes:
-        plan: that it runs by; None also where a run taught it something that the next one is loaded by.
-        forecast: what was shown before its weights were downloaded.
-        output: name of an output that was given none.
+        plan: plan of the model; None if it must be chosen (again), for example after a run changed it.
+        forecast: memory forecast that was shown before the weights were downloaded; None without one.
+        output: default name of the output file.
     """
 
     source: Source | None = None
@@ -203,11 +203,12 @@ class ModelCache:
 
 @dataclass(frozen=True)
 class _Run:
-    """One run of the command, which each of its steps is given.
+    """Inputs and state of one run of the command, passed to each of its steps.
 
     Attributes:
-        request: what the options ask of the pipeline, with its input files read.
-        model: what earlier steps and runs found.
+        request: the pipeline's request that the options describe, with its input files read.
+        model: the model, shared with the other runs and filled in by the steps.
+        started: when the run began, by `time.perf_counter`.
     """
 
     options: GenerateOptions
@@ -218,7 +219,7 @@ class _Run:
 
     @functools.cached_property
     def device(self) -> Device:
-        """The device of the run; PyTorch is asked once."""
+        """The device of the run, found once."""
         return choose_device(self.options.device)
 
 
@@ -233,7 +234,8 @@ def generate(
         kept: cache of the model, shared by runs with the same options except seed and output.
 
     Returns:
-        The record of the run. Findings in the frames are in it; the file is written regardless.
+        The record of the run, with any findings about the frames. These do not keep the file from being
+        written.
     """
     started, request = time.perf_counter(), _read_request(options)
     run = _Run(options, request, display or Display(), kept or ModelCache(), started)
@@ -265,7 +267,10 @@ def generate(
 
 
 def list_unknown_words(source: Source, prompt: str | None) -> list[str]:
-    """Return the quoted words of a prompt that the bundled model was not trained on; none for others."""
+    """List, in quotes, the words of a prompt that the bundled model was not trained on.
+
+    Empty for any other model.
+    """
     words = re.findall(r"\w+", (prompt or "").lower()) if source.kind == "bundled" else ()
     return [f'"{word}"' for word in dict.fromkeys(words) if not _BUNDLED_WORDS.fullmatch(word)]
 
@@ -303,7 +308,11 @@ def _ask_memory(run: _Run) -> MemoryPlan | None:
 
 
 def _choose_model(run: _Run, source: Source) -> None:
-    """Choose the pipeline that answers the request, for all runs, and refuse what it cannot make."""
+    """Choose the pipeline class for the request and prepare its `Runner`, once for all runs.
+
+    Raises:
+        OptionError: the pipeline cannot make the output format or size.
+    """
     from stopdown.pipelines.class_selection import select_pipeline
     from stopdown.pipelines.results import check_format, choose_suffix
     from stopdown.runtime.runs import Runner
@@ -327,7 +336,7 @@ def _choose_model(run: _Run, source: Source) -> None:
 
 
 def _choose_plan(run: _Run) -> Plan:
-    """Return the plan of the run; it is chosen once for several runs, and nothing is loaded."""
+    """Return the plan of the run, chosen once and cached in `run.model`; no weights are loaded."""
     from stopdown.plans.plan_choice import choose_plan
 
     model = run.model
@@ -385,10 +394,12 @@ def _make(run: _Run, journal: Journal | None) -> RunRecord:
 
 @contextlib.contextmanager
 def _open_journal(run: _Run, source: Source) -> Iterator[Journal | None]:
-    """Open the journal that `--journal` names, before anything is loaded; yield None without one.
+    """Open the journal at `--journal`, which saves calls' outputs so that a killed run can continue.
+
+    Yields None without the option.
 
     Raises:
-        StopdownError: the journal belongs to another run.
+        StopdownError: the journal belongs to a run with other options or another checkpoint.
     """
     options = run.options
     if options.journal is None:
@@ -403,7 +414,7 @@ def _open_journal(run: _Run, source: Source) -> Iterator[Journal | None]:
 
 
 _RUN_IDENTITY = (*(x.name for x in FIELDS), "lora", "arg")
-"""Options that make another run; what the others decide is seen in the pipeline, its scheduler, too."""
+"""Options that identify a journal's run. The effects of others show in the pipeline and its scheduler."""
 
 
 def _read_request(options: GenerateOptions) -> Request:

@@ -1,5 +1,7 @@
-"""A script or a module as `__main__` of this process, as Python would run it: its own module, arguments,
-search path, exceptions and exit code."""
+"""Execution of a script or module as `__main__` of this process.
+
+It has the module, arguments, search path, exceptions and exit code that Python would give it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from stopdown.app.signals import Stopped
 from stopdown.errors import InputError, StopdownError
 
 Start = Callable[[], Any]
-"""Runs a program to its end, in `sys.modules["__main__"]`."""
+"""Function that runs a program to its end, in `sys.modules["__main__"]`."""
 
 
 def find_start(target: str, *, is_module: bool) -> Start:
@@ -95,7 +97,12 @@ def _run(code: CodeType, **more: Any) -> None:
 
 @contextlib.contextmanager
 def as_main(target: str, words: tuple[str, ...], *, is_module: bool) -> Iterator[None]:
-    """Install the `__main__`, arguments and search path that Python gives a program, within the block."""
+    """Replace `__main__`, `sys.argv` and `sys.path` by those of a program while the block runs.
+
+    Args:
+        target: file, folder or module.
+        words: arguments of the program.
+    """
     from stopdown.interception.patches import Patches
 
     main = ModuleType("__main__")
@@ -110,7 +117,10 @@ def as_main(target: str, words: tuple[str, ...], *, is_module: bool) -> Iterator
 
 
 def execute(start: Start) -> tuple[int, BaseException | None]:
-    """Run a program; return its exit code and its exception, which is printed as Python prints it."""
+    """Run a program; return its exit code, and its exception or None.
+
+    The exception is printed as Python would. Signals, Ctrl-C and `StopdownError` are raised instead.
+    """
     try:
         start()
     except Stopped:  # a signal, and not the script
@@ -134,7 +144,7 @@ def execute(start: Start) -> tuple[int, BaseException | None]:
 
 
 def wait_for_threads() -> None:
-    """Wait for the threads of a program that has ended, as Python does."""
+    """Join all threads that are not daemons, as Python does when a program has ended."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.main_thread():
             thread.join()

@@ -1,5 +1,7 @@
-"""What a command ends with when it fails or is stopped: one message and an exit code. Imports nothing that
-takes time: a signal may come at any moment."""
+"""Error messages and exit codes of failed or interrupted commands.
+
+Imports nothing slow, since a signal handler may import it at any moment.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,11 @@ def report_failure(error: BaseException, words: list[str], stopped_by: int = 0) 
     """Print the reason that a command failed and return the exit code; a user's mistake has no traceback.
 
     Args:
-        words: of the command line, after `stopdown`.
-        stopped_by: number of the signal that stopped the command, 0 for none.
+        words: words of the command line after `stopdown`.
+        stopped_by: number of the signal that stopped the command; 0 for none.
+
+    Raises:
+        BaseException: `error` itself if it is neither a `StopdownError` nor an interrupt.
     """
     if isinstance(error, KeyboardInterrupt):
         stopped_by = signal.SIGINT
@@ -48,7 +53,7 @@ def report_interrupt(words: list[str], name: str) -> None:
 
 
 def describe_interrupt(words: list[str], cause: str = "Ctrl-C") -> list[str]:
-    """Describe the effect of Ctrl-C or another signal, and how to continue, in whole sentences.
+    """Describe in sentences what Ctrl-C or another signal stopped, and how to continue.
 
     Args:
         cause: `Ctrl-C`, or the name of the signal.
@@ -93,7 +98,7 @@ def _report(kind: str, parts: list[str], wants_json: bool) -> None:
 
 
 _WIDEST = 100
-"""Columns that a sentence takes at most, however wide the terminal is."""
+"""Columns at which a message is wrapped, even if the terminal is wider."""
 
 
 def _wrap(text: str, width: int) -> str:

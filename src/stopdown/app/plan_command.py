@@ -1,4 +1,4 @@
-"""`stopdown plan`, as a plain function: options in, plan out, and the table that shows it."""
+"""Implementation of `stopdown plan`: compute a plan from the weights, write it, and print a table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_OUTPUT = Path("plan.json")
-"""Where a plan goes without -o; it replaces nothing there."""
+"""Default path of a plan; an existing file there is kept."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class PlanOptions(PlanRunOptions, ModelOptions):
     ] = None
 
     memory: Annotated[str | None, typer.Option(hidden=True)] = None
-    """Refused: what it suggests is a forecast, which `fit` makes."""
+    """Hidden, and refused with a pointer to `stopdown fit`, which forecasts memory."""
 
 
 def main(options: PlanOptions) -> int:

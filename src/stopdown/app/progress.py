@@ -1,6 +1,6 @@
-"""One progress display over downloading, loading, encoding, denoising and decoding; prose in a terminal.
+"""Progress displays for all stages of a run, from download to decoding, and printing of wrapped text.
 
-In a terminal it has bars. Elsewhere, as in the log of a queue, it has plain lines.
+In a terminal, progress is shown as bars. Elsewhere, as in a job's log file, it is printed as plain lines.
 """
 
 from __future__ import annotations
@@ -51,14 +51,11 @@ STAGES = {
     "decode": "Decoding",
     "write": "Writing",
 }
-"""What a stage of a run is called while it goes on."""
+"""Label of each stage of a run, as shown in the display."""
 
 
 class _PlainConsole(Console):
-    """A console on which no text is obeyed: neither as markup nor as a control sequence.
-
-    Names of models, files and prompts are printed as they are, wherever they are.
-    """
+    """Console that escapes control sequences in text, such as names of files and prompts."""
 
     def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):
@@ -66,12 +63,12 @@ class _PlainConsole(Console):
 
 
 def open_console(*, stderr: bool = False, highlight: bool = True) -> Console:
-    """Return a console on stdout or stderr that is safe for text of any origin."""
+    """Return a console on stdout or stderr that interprets no markup or control sequences in text."""
     return _PlainConsole(stderr=stderr, highlight=highlight, markup=False, emoji=False)
 
 
 def print_prose(console: Console, text: str | Text, style: str = "") -> None:
-    """Print a paragraph: wrapped between words below its indent in a terminal, else in one line."""
+    """Print text: in a terminal each line is wrapped with a hanging indent, elsewhere not at all."""
     said = Text(text, style) if isinstance(text, str) else text
     if not console.is_terminal:
         console.print(said, soft_wrap=True)
@@ -90,24 +87,24 @@ def print_prose(console: Console, text: str | Text, style: str = "") -> None:
 
 
 def print_parts(console: Console, *parts: str | tuple[str, str]) -> None:
-    """Print a paragraph as `print_prose` does, from texts and pairs of a text and its style."""
+    """Join texts, or (text, style) pairs, and print them as `print_prose` does."""
     print_prose(console, Text.assemble(*parts))
 
 
 SECONDS_BETWEEN_LINES = 10.0
-"""At most one line of progress in this time, except for the first of each stage."""
+"""Least time between two lines of progress; the first line of a stage is printed at once."""
 
 LEAST_SHARE = 0.1
-"""Share of a stage that has to be done before the time left is estimated, in ten seconds or more."""
+"""Share of a stage that must be done before its remaining time is estimated."""
 
 LONGEST_SILENCE_S = 30.0
-"""After this time without a line, the stage that goes on is printed again."""
+"""Time without output after which the current stage is printed again."""
 
 
 class Lines(Display):
-    """Print progress as plain lines, for logs; as a context manager.
+    """Display that prints progress as plain lines, for logs; a context manager.
 
-    Each stage has a line when it first begins. After that a line comes if there is progress and ten
+    A line is printed when a stage first begins. After that, one is printed if there is progress and ten
     seconds have passed, or if nothing was printed for half a minute.
     """
 
@@ -140,7 +137,7 @@ class Lines(Display):
             self.tick()
 
     def tick(self) -> None:
-        """Print the stage that goes on again if nothing was printed for `LONGEST_SILENCE_S`."""
+        """Print the current stage again if nothing was printed for `LONGEST_SILENCE_S`."""
         now = self._clock()
         if self._shown and now - self._printed >= LONGEST_SILENCE_S:
             self._print(self._shown, now)
@@ -180,7 +177,7 @@ class Lines(Display):
 
 
 class Bars(Lines):
-    """A display with a bar for each stage, on a console that is a terminal; as a context manager."""
+    """Display with a bar for each stage, for a terminal; a context manager."""
 
     _style = "yellow"
 
@@ -226,10 +223,10 @@ class Bars(Lines):
 def open_display(options: CommandOptions, *, is_short: bool = False) -> Display:
     """Return the display of a command's progress on standard error: bars in a terminal, else lines.
 
-    Nothing is shown with `--quiet`, and with `--json` only in a terminal: a program reads there.
+    With `--quiet` only urgent messages are shown. With `--json` no lines of progress are printed.
 
     Args:
-        is_short: the command takes seconds, which no log need hold.
+        is_short: the command takes only seconds, so no plain lines are printed.
     """
     console = open_console(stderr=True)
     if console.is_terminal and has_moving_cursor() and not options.quiet:
@@ -246,7 +243,7 @@ def print_result(
     name: object = None,
     highlight: bool = True,
 ) -> None:
-    """Print the result of a command on standard output: its record as JSON, a file's name, or a text.
+    """Print the result of a command on standard output: as JSON, as a file name, or with `draw`.
 
     Args:
         record: the record without its pictures.
@@ -261,10 +258,11 @@ def print_result(
 
 
 def make_table(*headings: str, right: Collection[str] = (), **options: Any) -> Table:
-    """Return a table without lines.
+    """Return an empty table without borders.
 
     Args:
-        right: headings of columns of numbers.
+        right: headings of the columns to align right.
+        options: passed to `rich.table.Table.add_column`.
     """
     table = Table(box=None, pad_edge=False, show_edge=False)
     for heading in headings:

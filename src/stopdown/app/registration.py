@@ -1,13 +1,11 @@
-"""A command from its record: the fields are its arguments and options, the docstring is its help.
+"""Registration of commands from dataclasses: fields are arguments and options, the docstring is the help.
 
-A field is written `name: Annotated[type, typer.Option(...)] = default`, once, in the order of `--help`;
-those of a class that it shares with others come after its own. A field of several values is a tuple;
-Typer hears of a list, and a list not given is the default. What a docstring has below `Examples:` is
-shown line by line.
+A field is written `name: Annotated[type, typer.Option(...)] = default`, in the order of `--help`.
+Inherited fields come after the command's own. A field with several values is a tuple; Typer sees a list,
+and an empty list is replaced by the default. The docstring's lines below `Examples:` are not rewrapped.
 
-The package's errors name arguments as Python does, precision="fp16" or `precision`, and write SOURCE
-where they do not know the model's name. In a command's messages the one is a flag, and the other is
-what was typed.
+Errors of the package name arguments as in Python, precision="fp16" or `precision`, and write SOURCE where
+they do not know the model's name. `reword` replaces these by flags and by the name that was typed.
 """
 
 from __future__ import annotations
@@ -35,7 +33,8 @@ def add_command(app: typer.Typer, name: str, main: Callable[[Any], int], **setti
     """Add a command to the command line.
 
     Args:
-        main: takes the dataclass of its options, does the work, and gives the exit code.
+        main: does the work; takes the dataclass of the command's options, and returns the exit code.
+        settings: Click's context settings, such as `ignore_unknown_options`.
     """
     record = next(iter(get_type_hints(main).values()))
     hints = get_type_hints(record, include_extras=True)
@@ -60,7 +59,7 @@ def add_command(app: typer.Typer, name: str, main: Callable[[Any], int], **setti
 
 
 class _Command(typer.core.TyperCommand):
-    """A command that takes a prompt as a word and as --prompt, and knows other programs' options."""
+    """Command that also reads its prompt from `--prompt`, and names the right option for `--dtype`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.ignore_unknown_options:  # a script has options of its own
@@ -86,11 +85,11 @@ class _Command(typer.core.TyperCommand):
 
 
 _DTYPES = ("--dtype", "--torch-dtype", "--torch_dtype")
-"""How other programs call the precision."""
+"""Names of `--precision` in other programs."""
 
 
 def _refuse_dtype(args: Sequence[str]) -> None:
-    """Refuse an option of other programs with the name that it has here."""
+    """Refuse `--dtype` and the like with an error that names `--precision`."""
     for index, word in enumerate(args):
         flag, equals, value = word.partition("=")
         if flag in _DTYPES:
@@ -104,7 +103,7 @@ def _refuse_dtype(args: Sequence[str]) -> None:
 
 
 def _move_prompt(args: Sequence[str]) -> list[str]:
-    """Move the values of `--prompt` to the end of a command's words, the place of the argument."""
+    """Move the values of `--prompt` to the end of a command's words, where Typer reads an argument."""
     rest, prompts = list[str](), list[str]()
     words = iter(args)
     for word in words:
@@ -118,7 +117,7 @@ def _move_prompt(args: Sequence[str]) -> list[str]:
 
 
 def list_options(record: type) -> list[dataclasses.Field[Any]]:
-    """Return the fields of a command's record: its own come first, those that all commands share last."""
+    """Return the fields of a command's dataclass of options: its own first, inherited ones after them."""
     levels = [vars(kind).get("__annotations__", {}) for kind in record.__mro__]
     places = list(dict.fromkeys(name for level in levels for name in level))
     return sorted(dataclasses.fields(record), key=lambda entry: places.index(entry.name))
@@ -171,7 +170,7 @@ _DECIMAL = re.compile(r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECA
 
 
 def _read_number(flag: str, kind: type[int] | type[float], given: object) -> int | float:
-    """Parse a number in plain digits; Python's own parser also takes `1_000`, `١٠`, ` 10 ` and `nan`."""
+    """Parse a number in plain digits; unlike Python, refuse `1_000`, `١٠`, ` 10 ` and `nan`."""
     if isinstance(given, (int, kind)) and not isinstance(given, bool) and math.isfinite(given):
         return kind(given)
     text = str(given)
@@ -215,10 +214,10 @@ def _make_parameter(entry: dataclasses.Field[Any], hint: Any) -> inspect.Paramet
 
 _VALUE = r'("[^"]*"|-?\w(?:[\w.]*\w)?)'
 _ALIASES = {"precisions": ("precision",)}
-"""Further names of an option in the package."""
+"""Other names that the package's messages use for an option."""
 
 _FLAGS = {'allow="overwrite"': "--force", 'allow="eps"': "--allow-eps"}
-"""What is one argument in the package, and a flag of its own on the command line."""
+"""Arguments in the package's messages, and the flags that they are on the command line."""
 
 
 def reword(error: StopdownError, options: Any) -> None:
@@ -251,7 +250,7 @@ def reword_text(text: str, options: Any) -> str:
 
 _ARGUMENTS = re.compile(r"request=stopdown\.Request\(arguments=\{([^{}]*)\}\)")
 _NAMED = re.compile(r'"(\w+)": \.\.\.')
-"""Arguments of a pipeline's call as Python takes them, which `--arg` gives."""
+"""Patterns for pipeline arguments as the package's messages write them; commands write `--arg`."""
 
 
 @functools.cache

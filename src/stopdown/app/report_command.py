@@ -1,4 +1,4 @@
-"""`stopdown report`: the page of a record that was written before; no model and no torch."""
+"""Implementation of `stopdown report`: make an HTML page from a stored record, without PyTorch."""
 
 from __future__ import annotations
 
@@ -75,11 +75,12 @@ def main(options: ReportOptions) -> int:
 def report(
     record: Path, output: Path | None, *, force: bool = False
 ) -> tuple[Comparison | RunRecord, Path]:
-    """Write the page of a record; return the record and the path of the page.
+    """Render a stored record as an HTML page; return the record and the path of the page.
 
     Args:
-        record: JSON of `compare`, or of `generate`, whose output is shown when it lies beside.
-        output: page to write; None takes the record's name, numbered when that is taken.
+        record: JSON file that `compare` or `generate` wrote. The output of `generate` is embedded if it is
+            in the same folder.
+        output: page to write; None for the record's name, with a number if that file exists.
     """
     if output is not None:
         check_page(output, force=force)
@@ -116,11 +117,14 @@ _TYPES = {
     **{".gif": "image/gif", ".png": "image/png", ".webp": "image/webp"},
     **dict.fromkeys((".jpg", ".jpeg"), "image/jpeg"),
 }
-"""Of what a page shows; the tables of systems differ."""
+"""Media types of the files that a page can embed. `mimetypes` is not used, as it differs by system."""
 
 
 def _read_media(record: Path) -> tuple[str, str] | None:
-    """Return the type and base64 of the output beside a run's record; None if a page cannot hold it."""
+    """Return the media type and base64 of the output beside a run's record.
+
+    Returns None if there is no such file, a page cannot show its type, or it is too large.
+    """
     output = record.with_suffix("")
     kind = _TYPES.get(output.suffix.lower())
     if kind is None or not output.is_file() or output.stat().st_size > _MOST_BYTES:

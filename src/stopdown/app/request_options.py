@@ -1,4 +1,4 @@
-"""What the options of a command ask of a pipeline, checked, with their files read."""
+"""Conversion of a command's options into a request to a pipeline, with all checks and input files."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def read_request(
     """Return the request that a command's options describe; errors are raised before any costly work.
 
     Args:
-        options: of a command that has `RunOptions`.
-        takes_profile: nothing is run, so the device may be one that is not here.
+        options: options of a command that inherits from `RunOptions`.
+        takes_profile: accept a device profile, as nothing is run on the device.
     """
     refuse_ignored(options.source, options.revision, options.config)
     refuse_unknown_device(options.device, takes_profile=takes_profile)
@@ -49,11 +49,11 @@ def read_request(
 
 @dataclass(frozen=True)
 class Pair:
-    """Two options that do not go together, or of which the first needs the second.
+    """Two options that exclude each other, or of which the first requires the second.
 
     Attributes:
-        option, other: names of fields of a command.
-        needed: the first one needs the other.
+        option, other: names of fields of a command's options.
+        needed: whether the first requires the other, and does not exclude it.
     """
 
     option: str
@@ -79,11 +79,11 @@ PAIRS = (
         needed=True,
     ),
 )
-"""Every pair of options that is refused; one applies to the commands that have both."""
+"""Every such pair; each applies to the commands that have both options."""
 
 
 def check_pairs(options: Any) -> None:
-    """Refuse options that contradict each other, or that have no meaning without another one."""
+    """Refuse options that exclude each other, or that require an option that is missing."""
     defaults = {entry.name: entry.default for entry in dataclasses.fields(options)}
     for pair in PAIRS:
         if not {pair.option, pair.other} <= defaults.keys():
@@ -109,7 +109,10 @@ def _name_flag(name: str, value: object = None) -> str:
 
 
 def find_named_source(options: Any, display: Display, *, with_weights: bool = True) -> Source:
-    """Find the model that a command names, with its variant, LoRAs and scheduler; nothing is loaded."""
+    """Find a command's model, with its variant, LoRAs and scheduler, and check the size asked of it.
+
+    No weights are loaded.
+    """
     found = resolve_whole(options, with_weights=with_weights, progress=display.progress)
     frames = options.frames if options.video is None else None  # a video has its own
     grid = find_grid(read_configs(found.path))
@@ -123,10 +126,10 @@ def read_limit(memory: str | None) -> int | None:
 
 
 def refuse_unknown_device(device: str | None, *, takes_profile: bool = False) -> None:
-    """Refuse a device that no machine has, before PyTorch is asked which there are here.
+    """Refuse a device that is not the name of one, without importing PyTorch.
 
     Args:
-        takes_profile: nothing is run, so one will do that is known from its maker's papers only.
+        takes_profile: also accept a device profile, as nothing is run on the device.
     """
     if device is None or is_device_name(device):
         return
@@ -152,7 +155,7 @@ _MOST_FPS = 1000.0
 
 
 def check_rate(fps: float) -> None:
-    """Refuse frames per second that no file has."""
+    """Refuse frames per second that are not above 0, or above the limit of video files."""
     if not 0 < fps <= _MOST_FPS:  # NaN is neither
         raise OptionError(
             f"--fps {fps:g} is not above 0 and at most {_MOST_FPS:g}.", remedy="Use --fps 8."

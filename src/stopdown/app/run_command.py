@@ -1,7 +1,6 @@
-"""`stopdown run`, as a plain function: a script runs unedited, its models guarded; a record comes back.
+"""Implementation of `stopdown run`: run a script unchanged with its models guarded.
 
-The script has its own `sys.argv`, standard output and exit code. What Stopdown has to say goes to
-standard error.
+The script has its own `sys.argv`, standard output and exit code. Stopdown's messages go to standard error.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ class ScriptOptions(CommandOptions):
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The program's arguments; for a module they include the word in the place of the file."""
+        """The program's arguments. With -m, the first positional word is one of them, not a file."""
         before = (self.script,) if self.module is not None and self.script is not None else ()
         return (*before, *self.arguments)
 
@@ -218,7 +217,7 @@ def _put_on(
 
 
 def guard_child(options: ScriptOptions) -> None:
-    """Guard a process that the script has spawned until it ends; messages go to standard error."""
+    """Guard this process, which the script has spawned, until it ends; messages go to standard error."""
     from stopdown.app.child_processes import Children
     from stopdown.interception.patches import Patches
 
@@ -233,7 +232,7 @@ def guard_child(options: ScriptOptions) -> None:
 
 
 _IN_CHILD: list[Patches] = []
-"""What guards this process, if a script under guard has spawned it."""
+"""Patches that guard this process, if a guarded script has spawned it."""
 
 _NO_DEVICE = (
     "This machine has no such device. `stopdown run --device cpu SCRIPT` uses another one. Options of "
@@ -242,7 +241,7 @@ _NO_DEVICE = (
 
 
 def _check_options(options: ScriptOptions) -> str | None:
-    """Refuse options that a script cannot have; return the path of the plan, or None."""
+    """Refuse options that `stopdown run` cannot combine; return the path of the plan, or None."""
     plan = find_plan_path(options.precision)
     is_as_is = options.precision.strip() == AS_IS
     if not is_as_is and any(parse_request(options.precision, also=(AS_IS,))):
@@ -263,17 +262,17 @@ def _check_options(options: ScriptOptions) -> str | None:
 
 
 AS_IS = "as-is"
-"""The precision with which a script loads its models itself, whatever the device is."""
+"""Value of `--precision` that leaves the precision of the models to the script."""
 
 _OWN = ("--keep-repairs", "--plan", "--precision", "--strict", "--json", "--device")
-"""Options of Stopdown that people write behind the script, which then gets them."""
+"""Options of Stopdown that people write after the script by mistake, so that the script gets them."""
 
 _REFUSED = 2
-"""What argparse and most others leave with when they do not know an option."""
+"""Exit code of argparse and most other parsers for an unknown option."""
 
 
 def _hint_at_options(options: ScriptOptions, code: int, remark: Callable[[str], None]) -> None:
-    """Say so when a script got an option that looks like ours and did not take it."""
+    """Remark that a script received, and probably rejected, an option that was meant for Stopdown."""
     words = [word.partition("=")[0] for word in options.words]
     ours = [word for word in words if word in _OWN]
     if ours and (code == _REFUSED or "--keep-repairs" in ours):
@@ -287,7 +286,7 @@ def _hint_at_options(options: ScriptOptions, code: int, remark: Callable[[str], 
 def _hint_at_components(
     options: ScriptOptions, guarding: ScriptGuard, remark: Callable[[str], None]
 ) -> None:
-    """Say so when no component was guarded because none has a name that was asked for."""
+    """Remark that nothing was guarded, because no called component has a name in `--components`."""
     unwanted = sorted(guarding.modules.unwanted)
     is_guarded = guarding.modules.calls or any(run.calls for run in guarding.runs)
     if unwanted and not is_guarded:
@@ -304,13 +303,13 @@ def choose_code(record: ScriptRecord, *, strict: bool = False) -> int:
     """Return the exit code of the script.
 
     Args:
-        strict: return 1 after a success with an unrepaired fault, or with findings in the frames.
+        strict: if the script succeeded, return 1 for unrepaired faults or findings in the frames.
     """
     return record.exit_code or int(strict and (record.unrepaired or bool(record.findings)))
 
 
 def _describe_run(run: GuardRecord) -> str:
-    """Describe the calls of a run and the repairs in it."""
+    """Describe the calls and the repairs of one pipeline call, or of the modules without a pipeline."""
     counts = []  # `UNet 3x fp16 (5.2 bits of headroom in what it returned)`
     for call in run.calls:
         counts.append(f"{call.component} {call.calls}x {'+'.join(call.precisions) or 'no weights'}")

@@ -1,20 +1,20 @@
-"""Signals that end a program, as exceptions: what is open is closed and removed on the way out.
+"""Conversion of termination signals into exceptions, so that files are closed and temporary ones removed.
 
-Python does so for Ctrl-C. SIGTERM (`kill`, `timeout`, a queue that takes its machine back) and SIGHUP (a
-terminal that is closed) would end the process on the spot, with temporary files and locks left. So would
-SIGBREAK on Windows (Ctrl-Break, a console that is closed), where SIGTERM cannot be sent. A signal
-that is ignored (`nohup`) or handled already stays so, and in a child process all of them end it as ever.
+Python does so for Ctrl-C. SIGTERM (`kill`, `timeout`, a preempted job) and SIGHUP (a closed terminal) would
+end the process at once and leave temporary files and locks behind. So would SIGBREAK on Windows
+(Ctrl-Break, a closed console), where SIGTERM cannot be sent. A signal that is already ignored (`nohup`) or
+handled is left alone, and in a forked child the signals have their previous handlers.
 
-No exception is raised while a module is imported. Libraries catch it there, or look up the module that is
-half made (NumPy until no recursion is left), and C++ of PyTorch ends with SIGABRT. The signal waits until
-the import is over. A long import is not waited for: the process leaves, and what it had under temporary
-names is removed by the next one that writes there. How long an import is, is counted in processor time, so
-that a busy machine makes none long; one that waits for something else is left after ten times as long.
+No exception is raised during an import. Libraries would catch it, or access the half-imported module (NumPy
+until the recursion limit), and PyTorch's C++ code would abort. The signal is delayed until the import ends.
+If the import takes long, the process exits without unwinding; the next process that writes to the same
+place removes its temporary files. The time of an import is measured in CPU time, as a busy machine is slow
+in wall-clock time. An import that waits for something else is given ten times as long by the clock.
 
-An interrupt that Python could only print, out of `__del__` or a callback, and one that a library caught and
-dropped come again. A program of others may drop them (`stopdown run`).
+An interrupt is raised again if Python could only print it (in `__del__` or a callback) or if a library
+caught and dropped it. Under `stopdown run`, the user's script may drop it.
 
-Not covered: signals before the program begins, or while a function of C does not return.
+Not covered: signals before the program begins, or while a C function does not return.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ _ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
 _IMPORTER = "<frozen importlib._bootstrap>"
 
 _PATIENCE_S = 1.0
-"""Processor time of an import that is waited for."""
+"""CPU time in seconds for which a signal waits for an import to end."""
 
 _MOST_WAITING = 10.0
-"""Times as long by the clock."""
+"""Longest wait by the clock, as a multiple of `_PATIENCE_S`."""
 
 _PAUSE_S = 0.02
-"""Between two looks at whether it is over."""
+"""Time between two checks of whether the import has ended."""
 
 
 class Stopped(SystemExit):
-    """A signal came that ends the program; its code is 128 and the number of the signal."""
+    """Raised for a signal that ends the program; its exit code is 128 plus the number of the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
 
 
 class _Interrupted(KeyboardInterrupt):
-    """Ctrl-C; a class of ours, since no weak reference to one of Python's can be made."""
+    """Raised for Ctrl-C; unlike `KeyboardInterrupt` itself, it can be weakly referenced."""
 
 
 class SignalTrap:
-    """Within the block the first signal that ends programs raises `Stopped`, or `KeyboardInterrupt` for
-    Ctrl-C; a second one ends at once.
+    """Context manager in which a termination signal raises an exception.
+
+    The first signal raises `Stopped`, or `KeyboardInterrupt` for Ctrl-C. A second one ends the process.
 
     Attributes:
-        leave: told the name of a signal that comes during a long import, before the process is left; None
-            still raises, for programs of others that may run for hours inside of an import, and may catch
-            what is raised.
-        number: of the signal that was raised; 0 before.
+        leave: called with the name of a signal that arrives during a long import, before the process exits.
+            If it is None, the exception is raised in the import, as scripts may run for hours inside one.
+        number: number of the signal that was raised; 0 before.
     """
 
     def __init__(self, leave: Callable[[str], None] | None = None) -> None:
@@ -99,7 +99,7 @@ class SignalTrap:
             self._raise(self._waiting)
 
     def end_by_default(self) -> None:
-        """Have the signals end the process without a word, as an interpreter that ends should."""
+        """Restore the signals' default action, so that one that arrives during exit prints nothing."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == handler:
                 signal.signal(number, signal.SIG_DFL)
@@ -143,7 +143,7 @@ class SignalTrap:
     def _remind(self, number: signal.Signals) -> None:
         """Send a signal again after a pause.
 
-        It avoids `threading`, whose locks may be held by the interrupted code.
+        The thread is started without `threading`, as the interrupted code may hold that module's locks.
         """
 
         def send() -> None:

@@ -1,15 +1,14 @@
-"""Sizes that do not fit into memory, refused before weights are loaded, with a size that does.
+"""Refusal of image and video sizes that do not fit into memory, with a size that does.
 
-What a run of a model on the Hub will take is shown before its weights are downloaded: its
-configurations and the headers of its weights are there then, and the forecast is that of `stopdown
-fit`.
+Sizes are checked before weights are loaded. For a model on the Hub, the forecast of `stopdown fit` is shown
+before the weights are downloaded, from the configurations and the headers of the weights.
 
-Only a size that was asked for, and that could be too large, is run dry: a decoder holds about
-`DECODED_BYTES` for each pixel that it makes.
+A dry run is only made for a requested size that could be too large. A decoder needs about `DECODED_BYTES`
+for each pixel of its output.
 
-**Catches** what a dry run without weights predicts to take more than there is.
-**Does not catch** the workspaces of a device's kernels, and what other programs hold. With a limit of
-memory only the size of the result is looked at: what a strategy takes is judged once weights are there.
+**Catches** a run that needs more memory than the device has, by the prediction of a dry run.
+**Does not catch** the workspaces of a device's kernels, or memory used by other programs. With `--memory`,
+only the size of the result is checked here; strategies are chosen when the weights are there.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ if TYPE_CHECKING:
     from stopdown.memory.smaller_requests import Size
 
 DECODED_BYTES = 1024
-"""128 channels in 16 bits, four values alive at a time: what Diffusers' autoencoders have at full size."""
+"""Bytes per output pixel: Diffusers' autoencoders hold four 128-channel 16-bit tensors at full size."""
 
 RETURNED_BYTES = 15
-"""Of each pixel in what a pipeline returns and what is written of it: three fp32 and three uint8 values."""
+"""Bytes per pixel of a pipeline's returned output: three fp32 and three uint8 values."""
 
 MOST_TRIED = 24
 
@@ -66,10 +65,10 @@ def refuse_too_large(
 
     Args:
         request: the request of the run; the check is skipped if it sets no size.
-        memory: value of `--memory`; None takes all memory of the device.
+        memory: value of `--memory`; None for all memory of the device.
         offloads: whether `--memory` can move idle weights off the device.
 
-    Cost: nothing for a size far below memory; else a few dry runs of some seconds each.
+    Cost: none for a size that clearly fits; else a few dry runs of some seconds each.
     """
     sides = [side for side in (request.height, request.width) if side is not None]
     limit = read_limit(memory) or device.memory_bytes
@@ -118,7 +117,7 @@ def refuse_too_large(
 def refuse_unmeasurable(
     source: Source, request: Request, device: str | None, display: Display, *, precision: str
 ) -> None:
-    """Refuse a size as `refuse_too_large` does, for commands that supply their own prompts and pictures.
+    """Refuse a size as `refuse_too_large` does, for commands that add prompts and pictures themselves.
 
     Args:
         device: name of the device; None takes the host's memory as the limit.
@@ -154,7 +153,7 @@ def _find_size(pipe: Any, request: Request) -> Size:
 
 
 def _list_sizes(asked: Size, source: Source, limit: int) -> list[Size]:
-    """List smaller sizes that the model can make and that may fit; each has half the pixels of the last."""
+    """List smaller sizes that the model supports and that may fit, halving the pixels each time."""
     from stopdown.memory.smaller_requests import Size
 
     step = find_grid(read_configs(source.described)).side
@@ -181,15 +180,15 @@ def show_before_download(
     """Show the forecast of a run before the download of its model, and refuse a model that will not fit.
 
     Args:
-        options: of `generate`.
+        options: options of `generate`.
 
     Returns:
-        The forecast without its table; None if the Hub cannot be reached.
+        The forecast without its table; None if the headers of the weights could not be read.
 
     Raises:
-        OptionError: no strategy stays within the limit in the precision that the run would take.
+        OptionError: no strategy stays within the limit in the precision that the run would have.
 
-    Cost: an HTTP range for each file of weights, and a few dry runs of some seconds each.
+    Cost: an HTTP range request for each weight file, and a few dry runs of some seconds each.
     """
     load_libraries(display)
     from stopdown.pipelines.loader import complete_source

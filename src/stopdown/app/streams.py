@@ -1,8 +1,8 @@
-"""The standard streams of the process: closed ones are filled, and what stdout refuses is one message.
+"""Repair of closed standard streams, and errors of writing to stdout.
 
-A reader that leaves early (`stopdown doctor | head -1`) ends the program without a word and with 141, as
-SIGPIPE ends others. A full disk behind stdout is an error like any other; what the command made is
-finished before it prints. Characters that a terminal cannot show are escaped.
+If the reader of stdout exits early (`stopdown doctor | head -1`), the program ends silently with code 141,
+like programs that SIGPIPE ends. A full disk behind stdout is reported as an error; commands finish their
+files before they print. Characters that a terminal cannot show are escaped.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from stopdown.files.outputs import explain_refusal
 
 
 class StdoutError(StopdownError):
-    """Standard output that cannot be written."""
+    """Raised if standard output cannot be written."""
 
 
 class ReaderGone(SystemExit):
-    """The reader of standard output has closed it; the code is that of SIGPIPE."""
+    """Raised if the reader of standard output has closed it; the exit code is that of SIGPIPE, 141."""
 
     def __init__(self) -> None:
         super().__init__(141)
 
 
 def fill_streams() -> None:
-    """Open the null device in place of closed standard streams, so that no file takes their numbers."""
+    """Open the null device for closed standard streams, so that no later file gets descriptor 0, 1 or 2."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -49,7 +49,7 @@ def _send_nowhere(number: int) -> None:
 
 
 class CheckedStdout:
-    """A text stream whose errors are told apart from those of all other files."""
+    """Wrapper of stdout that raises `StdoutError` or `ReaderGone`, unlike the `OSError` of other files."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -94,7 +94,7 @@ def _explain_failure(error: OSError) -> StdoutError | ReaderGone:
 
 @contextmanager
 def checked_stdout(*, is_json: bool) -> Iterator[None]:
-    """Check writes to `sys.stdout` within the block, and flush it at the end.
+    """Replace `sys.stdout` by a `CheckedStdout` while the block runs, and flush it at the end.
 
     Characters that its encoding lacks are escaped.
 
