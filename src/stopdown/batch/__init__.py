@@ -1,1 +1,1 @@
-"""Many prompts by one model: items, workers that each load it once, and what came of them."""
+"""Batches of prompts for one model: items, workers that each load it once, and results."""

@@ -1,8 +1,9 @@
-"""Giving out the items of a batch: each to a free worker, again when the worker died, up to a limit.
+"""Dispatch of batch items to free workers, with a limited number of retries if a worker dies.
 
-Repairs of one worker make a new version of the plan, which is offered to all at the next item. Each
-version is kept in the batch's folder, so that a record that names its seal can be looked up, and the
-same command goes on with the latest one. Of two repairs of the same component the first one counts.
+Repairs by one worker are merged into a new version of the plan, which all workers use from their next item
+on. Each version is written into the batch's folder, so that the plan of a record can be looked up by its
+seal (a hash of its content), and a continued batch uses the latest version. If two workers repair the same
+component, the first repair is kept.
 
 Not covered: an item that never ends.
 """
@@ -29,7 +30,11 @@ _VERSION = re.compile(r"plan-([0-9a-f]{12})-(\d+)\.json")
 
 
 def read_versions(folder: Path, names: set[str]) -> list[list[Plan]]:
-    """Return the initial plans of batches in this folder, each followed by its later versions."""
+    """Read the plans of earlier batches in a folder: for each initial plan, a list of its versions.
+
+    Args:
+        names: files in the folder; those without a readable plan are skipped.
+    """
     found: dict[str, list[tuple[int, Plan]]] = {}
     for name in sorted(names):
         matched = _VERSION.fullmatch(name)
@@ -48,14 +53,14 @@ def _read(path: Path) -> Plan | None:
 
 
 class PlanVersions:
-    """The plan that is in force, and those before it.
+    """Versions of a batch's plan, saved in its folder.
 
     Args:
-        base: that the batch begins with; None for a batch without a plan.
-        known: what `read_versions` found.
+        base: initial plan of the batch; None for a batch without a plan.
+        known: versions by earlier batches in the folder, as returned by `read_versions`.
 
     Attributes:
-        plans: all versions, the one in force last.
+        plans: all versions; the last one is in use.
     """
 
     def __init__(self, folder: Path, base: Plan | None, known: list[list[Plan]]) -> None:
@@ -73,7 +78,12 @@ class PlanVersions:
         return self.plans[-1] if self.plans else None
 
     def offer(self, made_by: str, updated: Plan) -> bool:
-        """Merge the repairs of an item into the plan; return whether this made a new version."""
+        """Merge the repairs of an item into the plan; return whether this made a new version.
+
+        Args:
+            made_by: seal of the plan with which the item was made.
+            updated: that plan with the item's repairs.
+        """
         before = next((plan for plan in self.plans if plan.seal == made_by), None)
         if before is None:
             return False
@@ -97,7 +107,7 @@ class PlanVersions:
 
 @dataclass
 class Dispatch:
-    """The items of a batch while they are given out, each `TRIES` times at most."""
+    """Queue of a batch's items, each of which is given to at most `TRIES` workers."""
 
     pool: Pool
     versions: PlanVersions
@@ -135,7 +145,7 @@ class Dispatch:
         return dataclasses.replace(answer.result, tries=self._begun[task.item])
 
     def _mourn(self, task: Task, reason: str) -> ItemResult | None:
-        """Return the failed result of an item that has used up its tries; None if it will be tried again.
+        """Handle a worker's death: return its item's failed result, or None if the item has tries left.
 
         Raises:
             StopdownError: too many workers died in a row.

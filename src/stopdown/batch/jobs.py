@@ -1,4 +1,4 @@
-"""A batch before its workers begin: what is asked, the model, its plan, and the items as tasks."""
+"""Preparation of a batch: find the model, choose its plan, and turn items into tasks."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from stopdown.sources.sources import fingerprint
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked for all items of a batch.
+    """Settings that all items of a batch share.
 
     Attributes:
-        output: folder.
+        output: folder of the outputs.
         precision: as for `--precision`.
         device: as for `choose_device`; the plan is made for it.
         fps: frames per second of the files.
-        suffix: of the outputs; "" takes `.mp4` for videos, `.png` for pictures and `.wav` for sound.
-        journal: folder of the journals of items that are being made; None keeps none.
-        lora: LoRAs, each a file with its weight: `style.safetensors:0.8`; every worker can read them.
-        scheduler: in the place of the model's own.
-        memory: what each item is to stay within, `8GiB`; None and `auto` take all that the device has,
+        suffix: suffix of the outputs; "" for `.mp4` for videos, `.png` for pictures and `.wav` for sound.
+        journal: folder for journals of unfinished items; None to write none.
+        lora: LoRA files that every worker can read, each with its weight: `style.safetensors:0.8`.
+        scheduler: class to use instead of the model's own scheduler; None to keep it.
+        memory: device memory limit of each item, `8GiB`. None and `auto` allow all that the device has,
             `none` sets no limit.
     """
 
@@ -70,13 +70,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Job:
-    """What all workers of a batch share, as plain data.
+    """Plain data that all workers of a batch receive.
 
     Attributes:
-        settings: as asked, with the suffix.
-        pipeline: class that serves the items.
-        fingerprint: of the model, which each worker compares.
-        decided: the precision of each call, if the batch has no plan with exponents.
+        settings: settings of the batch, with the suffix filled in.
+        pipeline: name of the pipeline class that makes all items.
+        fingerprint: hash of the model's files, which each worker checks.
+        decided: precision of each component call, if the batch has no plan with exponents.
     """
 
     settings: Settings
@@ -87,13 +87,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Task:
-    """One item, ready to be made.
+    """One item as it is given to a worker.
 
     Attributes:
-        item: hash of what determines it.
-        name: of its output, without suffix.
-        request: what is asked of the pipeline, without pictures and videos.
-        media: file of each of these, by field.
+        item: hash of everything that determines the output.
+        name: name of its output, without suffix.
+        line: number of its line in the prompts file.
+        request: request to the pipeline; pictures and videos are added by `complete`.
+        media: paths of the pictures and videos, by field of the request.
     """
 
     item: str
@@ -103,13 +104,13 @@ class Task:
     media: Mapping[str, str] = field(default_factory=dict)
 
     def complete(self) -> Task:
-        """Return the task with its pictures and videos read, ready for a worker."""
+        """Return the task with its pictures and videos loaded, ready for a worker."""
         return dataclasses.replace(self, request=_read_media(self.request, self.media))
 
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """A batch before its workers begin."""
+    """Model, plan and shared settings of a batch, before its workers start."""
 
     job: Job
     source: Source
@@ -119,7 +120,7 @@ class PreparedBatch:
     def sign(
         self, asked: Iterable[tuple[Item, Request]]
     ) -> tuple[tuple[Task, ...], tuple[str, ...]]:
-        """Return a task for each distinct item, and sentences about the lines that repeat an item."""
+        """Check and hash each item; return a task for each distinct one, and notes on repeated lines."""
         shared = describe_shared(self.job, self.source, self.plan)
         check = prepare_check(self.source)
         tasks: dict[str, Task] = {}
@@ -147,14 +148,15 @@ def prepare_batch(
 
     Args:
         asked: the items, each with its request; the first decides the class of the pipeline.
-        known: plans of earlier batches in the folder; with `auto`, the plan of this model is used again.
-        earlier: summary of the earlier batch in the folder. Its decisions are used again on the same
-            device, because a busy machine may measure its formats differently.
+        known: plans of earlier batches in the folder. With `auto` or `fp16`, one made for this model is
+            used again.
+        earlier: summary of the earlier batch in the folder. Its precisions are used again on the same
+            device, as formats may be timed differently while the machine is busy.
 
     Raises:
-        OptionError: the pipeline lacks or refuses inputs of some items; each of their lines is named.
+        OptionError: some items lack an input, or have one that the pipeline refuses; names their lines.
 
-    Cost: for `auto`, that of `make_plan` the first time a checkpoint is used on this machine.
+    Cost: with `auto`, that of `make_plan` the first time a checkpoint is used on this machine.
     """
     item, request = asked[0]
     device = choose_device(settings.device)
@@ -197,10 +199,11 @@ def _find_known(known: Iterable[Plan], precision: str, model: str) -> Plan | Non
 
 
 def _refuse_inputs(class_name: str, asked: Iterable[tuple[Item, Request]]) -> None:
-    """Refuse items that lack an input or have one too many, all at once; no picture is read.
+    """Refuse all items that lack an input or have one too many, in one error; no picture is read.
 
     Args:
-        class_name: the checkpoint's own class; an item's picture or video may choose its sister.
+        class_name: the checkpoint's own class. With a picture or video, an item may use a related class,
+            such as image-to-image.
     """
     refused: dict[str, tuple[OptionError, list[int]]] = {}
     for item, request in asked:
@@ -240,7 +243,11 @@ def _name_lines(lines: Sequence[int]) -> str:
 def _check_item(
     class_name: str, check: Callable[[Request], None], item: Item, request: Request
 ) -> str:
-    """Check that the pipeline takes an item; return the hash of its pictures and videos."""
+    """Check that the pipeline accepts an item; return a hash of its pictures and videos.
+
+    Args:
+        check: raises an error for a request with invalid sizes or frames.
+    """
     request = _read_media(request, item.media)
     digest = "".join(_hash_pixels(getattr(request, name)) for name in item.media)
     wanted = choose_class(class_name, request)
@@ -283,12 +290,12 @@ def describe_shared(job: Job, source: Source, plan: Plan) -> dict[str, Any]:
 def sign_item(shared: dict[str, Any], request: Request, media: str) -> str:
     """Return the signature of an item: 32 hexadecimal digits, hashed from all that determines its output.
 
-    An item with a known signature is not made again. The item's place in the file, the device, versions of
-    libraries and repairs during the run are excluded.
+    An item with the signature of a finished one is not made again. Its place in the file, the device,
+    library versions and repairs during the run are excluded.
 
     Args:
-        shared: settings that all items share, as `describe_shared` returns them.
-        media: hashes of its pictures and video; "" without any.
+        shared: settings that all items share, as returned by `describe_shared`.
+        media: hashes of the item's pictures and video; "" without any.
     """
     said = describe_request(request)
     text = json.dumps([shared, said, media], sort_keys=True, default=str)
@@ -315,6 +322,6 @@ def _describe_argument(value: Any) -> Any:
 
 
 def name_item(item: Item, signed: str) -> str:
-    """Return the name of an item: its own, or words of its prompt and its signature."""
+    """Return the name of an item's output: the item's `name`, or words of its prompt and its signature."""
     words = "-".join(re.findall(r"\w+", (item.prompt or "").lower()))[:48].rstrip("-")
     return item.name or f"{words or 'item'}-{signed[:12]}"

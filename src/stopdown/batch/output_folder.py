@@ -1,4 +1,7 @@
-"""The folder of a batch's outputs. An output is whole or not there: it is written beside and renamed."""
+"""Creation, locking and cleaning of a batch's output folder.
+
+Files appear there only when complete: each is written under a temporary name and renamed.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from stopdown.files.outputs import (
 )
 
 _STRAY_S = 3600.0
-"""Age at which a temporary file of another machine is taken for one that is no longer written."""
+"""Seconds after which a temporary file of another machine counts as abandoned."""
 
 
 def find_batch_folder(given: str) -> Path:
-    """Return the absolute path of a batch's folder, which need not exist.
+    """Return the absolute path of a batch's folder, which need not exist yet.
 
     Raises:
         InputError: a URL was given.
@@ -37,7 +40,7 @@ def find_batch_folder(given: str) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder, and refuse it if it cannot be written to."""
+    """Make the folder if needed; raise `InputError` if it cannot be made or written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -57,7 +60,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def held_for_batch(folder: Path) -> Iterator[None]:
-    """Reserve the folder for this process within the block, and remove leftovers of killed processes.
+    """Make and lock the folder while the block runs, after removing leftovers of killed processes.
 
     A new folder that is still empty at the end is removed, so that a refused batch leaves nothing behind.
     """
@@ -78,9 +81,7 @@ def held_for_batch(folder: Path) -> Iterator[None]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove old temporary files of other machines; those of this machine are removed at the first
-    write.
-    """
+    """Remove abandoned temporary files of other machines. This machine's are removed at the first write."""
     for part in folder.glob(".stopdown-*.part"):
         with contextlib.suppress(OSError):
             if time.time() - part.stat().st_mtime > _STRAY_S:

@@ -1,4 +1,4 @@
-"""Workers of one machine: in this process, or in processes of their own, one for each device."""
+"""Pools of workers on this machine: one worker in this process, or several, each in its own process."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from stopdown.runtime.guard import Observer
 _PRELOADED = ("stopdown.batch.worker", "diffusers.pipelines.pipeline_utils")
 
 Event = tuple[int, TaskResult | str]
-"""The number of a worker, and what it answered; or of one that died how, as a sentence: a new one takes
-its place."""
+"""Number of a worker, and its result; or, if it died and was replaced, a sentence that says how it died."""
 
 
 class InProcess:
-    """One worker, in this process: nothing is started, and an item is made while `wait` waits."""
+    """Pool of one worker in this process; `wait` makes the item that `give` stored."""
 
     def __init__(self, job: Job, device: str, observer: Observer | None = None) -> None:
         self._job, self._device, self._observer = job, device, observer
@@ -62,10 +61,14 @@ class InProcess:
 
 @dataclass
 class Slot:
-    """A worker elsewhere, and what it is doing: `opening`, `free` or `busy`.
+    """A worker process and its state.
 
     Attributes:
-        deaths: of those before it in its place, in a row, that had not begun.
+        worker: the process.
+        channel: this end of its pipe.
+        state: `opening` (loading), `free` or `busy`.
+        deaths: how many predecessors in a row died before they had a task.
+        known: seals of the plans that were sent to it.
     """
 
     worker: Any
@@ -76,12 +79,12 @@ class Slot:
 
 
 class Processes:
-    """Processes of this machine that take one task at a time; a context manager begins and ends them.
+    """Pool of worker processes that make one task at a time; a context manager starts and ends them.
 
     A process that dies is replaced.
 
     Args:
-        devices: as for `choose_device`; one named twice has two processes.
+        devices: device of each process, as for `choose_device`; the same one may be listed twice.
     """
 
     def __init__(self, job: Job, devices: list[str]) -> None:
@@ -123,16 +126,20 @@ class Processes:
             slot.channel.send((task.complete(), seal, plan if is_new else None))
 
     def wait(self) -> list[Event]:
-        """Return the events since the last call, after at most a second; the limit lets signals be
-        handled.
-        """
+        """Wait at most a second for events and return them; in between, signals can be handled."""
         waited = {slot.channel: n for n, slot in enumerate(self._slots) if slot.state != "free"}
         ready = multiprocessing.connection.wait(list(waited), timeout=1.0)
         events = [self._hear(waited[pipe]) for pipe in ready]
         return [event for event in events if event is not None]
 
     def _hear(self, number: int) -> Event | None:
-        """Receive an answer or a worker's device, and replace a worker that died."""
+        """Receive a message from a worker: its first one names its device, later ones are results.
+
+        A worker that died is replaced. Returns None for a device, or for a death without a task.
+
+        Raises:
+            StopdownError: the worker could not start and sent this error, or too many died.
+        """
         slot = self._slots[number]
         try:
             said = slot.channel.recv()
@@ -151,7 +158,11 @@ class Processes:
         return None
 
     def _replace(self, number: int, reason: str) -> Event | None:
-        """Start a worker in the place of a dead one; return an event if the dead one had a task."""
+        """Start a new worker in place of a dead one; return an event if the dead one had a task.
+
+        Raises:
+            StopdownError: too many workers died in a row before they had a task.
+        """
         was_busy = self._slots[number].state == "busy"
         deaths = 0 if was_busy else self._slots[number].deaths + 1
         if deaths >= MOST_EARLY_DEATHS:
@@ -177,10 +188,10 @@ Pool = InProcess | Processes
 
 
 def _choose_context(devices: list[str]) -> Any:
-    """Return the context that starts worker processes.
+    """Return the `multiprocessing` context that starts worker processes.
 
-    On Linux with CPUs, workers are forked from a process that has imported everything once. Drivers of
-    other devices do not survive a fork, and an import can start them, so those workers are spawned.
+    CPU workers on Linux are forked from a server that has imported everything once. Other workers are
+    spawned, since device drivers do not survive a fork and an import can initialise them.
     """
     if set(devices) != {"cpu"} or sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -201,7 +212,8 @@ def _serve(
     """Run the tasks of a worker process one after the other, until the parent process ends.
 
     Args:
-        share: number of worker processes, in all and on this device.
+        share: number of worker processes, in total and on this device.
+        variables: environment variables to set.
     """
     import torch
 
@@ -227,7 +239,7 @@ def _serve(
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent process has ended, even in the middle of an item."""
+    """Wait until the parent process ends, then exit at once, even in the middle of an item."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])

@@ -1,10 +1,10 @@
-"""`PromptMaker`: items one by one or in tables, for pipelines of others: Ray Data, Ray actors, loops.
+"""`PromptMaker`: make items one by one or in tables, for use in Ray Data, Ray actors or loops.
 
-It needs no Ray itself. In `ray.data.Dataset.map_batches` it is the callable class; as
-`ray.remote(PromptMaker)` it is an actor. Each instance loads the model once, at its first item. Repairs
-stay within the item that needed them, so items depend neither on their order nor on each other.
+Ray is not required. `PromptMaker` is the callable class for `ray.data.Dataset.map_batches`, and
+`ray.remote(PromptMaker)` is an actor. Each instance loads the model once, at its first item. A repair only
+lasts for the item that needed it, so results do not depend on the order of items.
 
-Not covered: two instances that are given the same item at the same time: both make it.
+Not covered: if two instances receive the same item at the same time, both make it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _COLUMNS = ("item", "status", "output", "error", "elapsed_s", "plan")
 
 
 class PromptMaker:
-    """Makes items that come as tables, and gives back what became of them.
+    """Make items one by one (`make`) or in tables (call it), and return their results.
 
     Args:
         source: Hub id, Diffusers folder, single safetensors file or bundled model.
-        output: folder of the outputs, which every worker can write.
-        defaults: fields that items take where they say nothing: `steps=20`, `seed=0`; and settings of
+        output: folder of the outputs, to which every worker can write.
+        defaults: values for fields that an item lacks: `steps=20`, `seed=0`; and settings of
             `stopdown.batch.jobs.Settings`: `precision="fp16"`, `device`, `fps`, `journal`.
     """
 
@@ -46,15 +46,15 @@ class PromptMaker:
         """Make one item, or find its finished output.
 
         Args:
-            fields: those of `stopdown.batch.prompts.Item`: prompt, seed, steps…
+            fields: fields of `stopdown.batch.prompts.Item`: prompt, seed, steps…
 
         Returns:
-            Its hash `item`, `status` (made, skipped, failed), `output` (file name), `error`, `elapsed_s`
-            and `plan`.
+            The item's hash `item`, `status` (made, skipped, failed), `output` (file name), `error`,
+            `elapsed_s` and `plan` (the seal of its plan).
 
         Raises:
-            InputError: a field is unknown or wrong, or the pipeline does not take it.
-            StopdownError: the model cannot be loaded, or the output not be written.
+            InputError: a field is unknown or wrong, or the pipeline does not accept it.
+            StopdownError: the model cannot be loaded, or the output cannot be written.
         """
         item = _read_item({**self._defaults, **fields})
         request = item.make_request()
@@ -67,7 +67,7 @@ class PromptMaker:
         return {name: getattr(result, name) for name in _COLUMNS}
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Make a batch of Ray's `map_batches`: return its columns as arrays, with those of `make` added."""
+        """Make each row of a table, as Ray's `map_batches` passes it, and add the columns of `make`."""
         names = list(batch)
         rows = [dict(zip(names, row, strict=True)) for row in zip(*batch.values(), strict=True)]
         made = [self.make(row) for row in rows]

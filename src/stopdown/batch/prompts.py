@@ -1,8 +1,8 @@
-"""Items of a batch from a file: one prompt a line, JSON lines or CSV; or from standard input.
+"""Reading of batch items from a text file with one prompt per line, JSON lines, CSV or standard input.
 
-What is asked for is one hash, found without PyTorch: over the items, the options, and name, size and
-time of every file that these name: the model, plans, LoRAs, pictures. A batch whose summary has this
-hash, and all of whose outputs are there, has nothing to do.
+`digest_request` hashes a batch's request without PyTorch: the items, the options, and name, size and time
+of every file among them (the model, plans, LoRAs, pictures). If the summary of an earlier batch has this
+hash and all outputs exist, there is nothing to do.
 
 Not covered: a file that was rewritten with the same size and time; versions of other libraries.
 """
@@ -31,7 +31,7 @@ from stopdown.files.json_files import UnreadableError, parse_json, read_small_fi
 from stopdown.pipelines.requests import FIELDS, MEDIA, Request
 
 LONGEST = 4096
-"""Characters of a prompt; T5 with 512 tokens reads about 2,000."""
+"""Maximum number of characters in a prompt; T5 with 512 tokens reads about 2,000."""
 
 
 _KINDS = {x.name: str if x.name in MEDIA else x.metadata["kind"] for x in FIELDS}
@@ -39,17 +39,18 @@ _KINDS = {x.name: str if x.name in MEDIA else x.metadata["kind"] for x in FIELDS
 _Asked: Any = dataclasses.make_dataclass(
     "_Asked", [("line", int), *((x, kind | None, None) for x, kind in _KINDS.items())], frozen=True
 )
-"""Every field of a request; a picture or video is a file or URL."""
+"""Record with every field of a request; pictures and videos are given as paths or URLs."""
 
 
 @dataclass(frozen=True)
 class Item(_Asked):
-    """One prompt, as its file says it; None takes what the command says.
+    """One prompt with its settings, as read from a prompts file.
 
     Attributes:
-        name: of its output, without suffix; None takes words of the prompt and its hash.
+        name: name of its output, without suffix; None for words of the prompt and its hash.
 
-    The other fields are those of `Request`. A relative path begins at the prompts file.
+    The other fields are those of `Request`; if one is None, the command's option applies. Relative paths
+    are resolved against the folder of the prompts file.
     """
 
     name: str | None = None
@@ -82,7 +83,7 @@ _FORMS = (
 def naming_line(
     item: Item, prompts: str = "", kind: type[InputError] = InputError
 ) -> Iterator[None]:
-    """Add the item's line, and the prompts file if given, to errors of a kind within the block."""
+    """Add the item's line, and the prompts file if given, to errors of type `kind` raised in the block."""
     try:
         yield
     except kind as error:
@@ -96,9 +97,9 @@ def read_items(given: str | None, prompts: Sequence[str] = ()) -> list[Item]:
     """Return the items of a prompts file in order, followed by those of the command line.
 
     Args:
-        given: path, or `-` for standard input, which is read as JSON lines when it begins with a brace;
+        given: path, or `-` for standard input, which is read as JSON lines if it begins with a brace;
             None for no file.
-        prompts: what the command has, numbered after the lines of the file.
+        prompts: prompts of the command line, numbered after the lines of the file.
     """
     items = [] if given is None else _read_file(given)
     last = items[-1].line if items else 0
@@ -206,12 +207,12 @@ def _read_line(given: str, number: int, said: dict[str, Any]) -> Item:
 
 
 def make_item(said: Mapping[str, Any], number: int, refuse: Callable[[str], InputError]) -> Item:
-    """Return an item made from its fields, after a check of each.
+    """Validate the fields of an item and return the item.
 
     Args:
-        said: fields by name; numbers may be texts.
+        said: fields by name; numbers may be given as text.
         number: line number of the item.
-        refuse: makes the error to raise from a description of the problem.
+        refuse: builds the error to raise from a description of the problem.
     """
     unknown = sorted(set(said) - set(_FIELDS))
     if unknown:
@@ -232,7 +233,7 @@ _TYPES = {"str": "text", "int": "a whole number", "float": "a number", "null": "
 
 
 def _describe(error: msgspec.ValidationError) -> str:
-    """Describe the value and the expected type of a faulty field in plain words."""
+    """Describe in plain words the type that a field has and the type that it should have."""
     found = re.fullmatch(r"Expected `(\w+)[^`]*`, got `(\w+)`.* - at `\$\.(\w+)`", str(error))
     if found is None:
         return str(error)
@@ -271,9 +272,9 @@ def digest_request(items: Iterable[Item], options: Mapping[str, Any], built_in: 
     """Return a hash of a batch's request; "" if it cannot be computed without network access.
 
     Args:
-        items: with all media in their places.
+        items: the batch items, with resolved paths of pictures and videos.
         options: everything else that determines the outputs, by name; `source` is the model.
-        built_in: the model comes with Stopdown.
+        built_in: whether the model ships with Stopdown.
     """
     listed = [dataclasses.asdict(item) for item in items]
     named = {str(x) for part in (options, *listed) for x in _list_texts(part.values())}
@@ -298,7 +299,10 @@ def _list_texts(values: Iterable[Any]) -> Iterable[Any]:
 
 
 def _stamp(path: Path) -> list[tuple[str, int, int]]:
-    """Return the name, size and time of a file, or of all files in a folder; empty if there is none."""
+    """Return the path, size and modification time of a file, or of all files in a folder.
+
+    Empty if there is none.
+    """
     try:
         paths = sorted(path.rglob("*")) if path.is_dir() else [path]
         told = [(x, x.stat()) for x in paths if x.is_file()]

@@ -1,6 +1,6 @@
-"""Plain data of a batch: what became of each prompt, and the summary of all.
+"""Records of a batch: the result of each prompt, and a summary.
 
-Nothing here sees a tensor, so a page can be made without torch.
+They contain no tensors, so that a page can be made without PyTorch.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from stopdown.records import SCHEMA, ComponentPlan, Finding, Repair
 MOST_ITEMS = 100_000
 
 TRIES = 3
-"""How often an item is begun before its workers' deaths are its result."""
+"""How many workers may die on an item before it counts as failed."""
 
 MOST_DEATHS = 10
-"""Deaths in a row, without an item between them, that end a batch: it is not the items then."""
+"""Deaths of workers in a row, without a finished item in between, that end a batch."""
 
 MOST_EARLY_DEATHS = 5
-"""Deaths in a row of workers that have not begun, which end a batch."""
+"""Deaths in a row of workers that had not received a task, which end a batch."""
 
 
 Status = Literal["made", "skipped", "failed"]
@@ -27,15 +27,15 @@ Status = Literal["made", "skipped", "failed"]
 
 @dataclass(frozen=True)
 class ItemResult:
-    """What became of one item.
+    """Result of one item.
 
     Attributes:
-        item: hash of what determines it.
+        item: hash of everything that determines the output.
         status: `made`, `skipped` (it was finished before) or `failed`.
-        output: name of its file in the folder; "" when it failed.
-        plan: seal of the plan that made it; "" without one.
+        output: name of its file in the folder; "" if it failed.
+        plan: seal of the plan that it was made with; "" without one.
         preview: a few small frames, WebP in base64.
-        tries: how often it was begun; more than once after a worker died.
+        tries: how often it was begun; more than once if a worker died.
     """
 
     item: str
@@ -55,23 +55,23 @@ class ItemResult:
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """What a batch came to.
+    """Summary of a batch.
 
     Attributes:
-        source: the model as it was named.
-        prompts: file or URL that the items came from; "" where the command has them all.
-        output: folder or URL of the outputs.
-        command: what goes on with it, as it is typed.
-        workers: what each worker computed on, by its name.
-        made, skipped, repaired, failed: how many items; a repaired one is also a made one.
-        item_s: seconds per item that was made, their mean; None when none was.
-        plans: seals of the plans that were in force, the first one first.
-        precision: as it was asked for.
-        decisions: how each call runs, if no plan is in force.
-        device: that it was prepared for.
-        asked: hash of what was asked for, if every item of it is finished and it can be known here.
-        items: in the order of the prompts file.
-        notes: whole sentences that should be read: repeated lines, workers that died.
+        source: the model as the user named it.
+        prompts: file that the items came from; "" if all came from the command line.
+        output: folder of the outputs.
+        command: command line that continues the batch.
+        workers: device of each worker, by its number.
+        made, skipped, repaired, failed: numbers of items; a repaired one also counts as made.
+        item_s: mean seconds per item that was made; None if none was.
+        plans: seals of the versions of the plan, in order.
+        precision: the requested precision.
+        decisions: precision of each component call, if there is no plan with exponents.
+        device: device for which the batch was prepared.
+        asked: hash of the request, if all items are finished and `digest_request` could compute it.
+        items: results in the order of the prompts file.
+        notes: sentences about repeated lines and workers that died.
     """
 
     source: str

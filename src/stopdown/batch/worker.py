@@ -1,7 +1,7 @@
-"""A worker: it loads the model once, and makes one item after the other by the plan that comes with it.
+"""`Worker`: load the model once, and make one item after the other, each with the plan given for it.
 
-An item's bits are those of its request and of that plan, whatever was made before: a repair that a run
-finds is given back as a new version of the plan, and the model is loaded by it before the next item.
+An item's output depends on its request and that plan alone, not on earlier items. A repair during an item
+is returned as an updated plan, and the model is reloaded with the plan of the next item if that differs.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ from stopdown.sources.sources import fingerprint
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a worker gives back for a task.
+    """A worker's answer to a task.
 
     Attributes:
-        updated: the plan with the repairs of this item in it; None when there were none, or no plan.
+        updated: the plan with this item's repairs; None if there were none, or no plan.
+        notes: messages for the user.
     """
 
     result: ItemResult
@@ -50,10 +51,10 @@ class TaskResult:
 
 
 class Worker:
-    """What makes items on one device.
+    """Maker of items on one device.
 
     Args:
-        share: workers that this device has, which divide its memory.
+        share: number of workers on this device, among which its memory is divided.
     """
 
     def __init__(self, job: Job, device: str = "auto", share: int = 1) -> None:
@@ -75,7 +76,7 @@ class Worker:
         self.observer: Observer | None = None
 
     def make(self, task: Task, plan: Plan | None) -> TaskResult:
-        """Make one item, or find its finished output."""
+        """Make one item, or find its finished output; an exception of the run becomes a failed result."""
         found = find_finished(self._folder, task, list_item_names(self._folder))
         if found is not None:  # its maker died before it could report
             return TaskResult(describe_result(task, found, "made"))
@@ -119,7 +120,10 @@ class Worker:
 
     @contextmanager
     def _journal(self, task: Task, plan: Plan, notes: list[str]) -> Iterator[Journal | None]:
-        """Open the journal of an item within the block, and remove it when the item is finished."""
+        """Open the journal of an item while the block runs, and remove it when the item is finished.
+
+        Yields None if no journal is kept, or if it cannot be opened, which is noted.
+        """
         settings = self._job.settings
         if settings.journal is None:
             yield None
@@ -146,7 +150,11 @@ class Worker:
 
 
 def find_finished(folder: Path, task: Task, names: set[str]) -> RunRecord | None:
-    """Return the record of a finished item; None if the item must be made."""
+    """Return the record of a finished item; None if the item must be made.
+
+    Args:
+        names: files in the folder.
+    """
     for suffix in SUFFIXES:
         output = f"{task.name}{suffix}"
         record = find_record_path(output).name
@@ -159,7 +167,7 @@ def find_finished(folder: Path, task: Task, names: set[str]) -> RunRecord | None
 
 
 def describe_result(task: Task, record: RunRecord, status: Status) -> ItemResult:
-    """Return the result of an item with a complete record."""
+    """Return the result of an item, filled in from the record of its run."""
     return begin_result(
         task,
         status,
@@ -173,5 +181,5 @@ def describe_result(task: Task, record: RunRecord, status: Status) -> ItemResult
 
 
 def begin_result(task: Task, status: Status, **others: Any) -> ItemResult:
-    """Return the result of an item, with these further fields."""
+    """Return a result with the item's own fields and status; `others` are further fields of the result."""
     return ItemResult(task.item, task.name, task.line, task.request.prompt or "", status, **others)
