@@ -78,14 +78,14 @@ class BoundedCalls:
     guessed: bool = False
 
     def state(self) -> list[MeasuredCall]:
-        """Return the calls with their measured ranges, each with its bound as a further attribute."""
+        """Return the calls with their measured ranges, each with the proven bound of the value attached."""
         return [
             replace(kind, ranges=state_bounds(kind.ranges, found.ranges))
             for kind, found in zip(self.kinds, self.bounds, strict=True)
         ]
 
     def mix(self, bits: float) -> list[MeasuredCall]:
-        """Return the calls with bounds that exceed measured ranges by at most `bits` in place of these."""
+        """Return the calls with bounds in place of measured ranges that these exceed by at most `bits`."""
         return [
             replace(kind, ranges=mix_ranges(kind.ranges, found.ranges, bits))
             for kind, found in zip(self.kinds, self.bounds, strict=True)
@@ -107,7 +107,7 @@ class BoundedCalls:
 def leave_unmeasured(
     calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
 ) -> list[MeasuredCall]:
-    """Make calls without ranges from captures and their arguments."""
+    """Make `MeasuredCall`s without ranges from captures and their arguments."""
     return [MeasuredCall(x, split_values(x), {}, args, kwargs) for x, args, kwargs in calls]
 
 
@@ -119,7 +119,7 @@ def bound_kinds(
     before: BoundedCalls | None = None,
     encoded: float = EMBEDDINGS,
 ) -> BoundedCalls:
-    """Bound the values of calls; estimate ranges if no call was measured.
+    """Compute proven bounds of all values of calls; estimate ranges if no call was measured.
 
     Args:
         module: the module; if `load` is given, only its submodules and their attributes are used.
@@ -168,7 +168,7 @@ def _guess(kind: MeasuredCall, found: Bounds) -> MeasuredCall:
 
 
 def state_bounds(measured: Ranges, bounds: Ranges) -> dict[str, tuple[Range, ...]]:
-    """Return the measured ranges, each with the bound of the value in its attributes, if there is one."""
+    """Return the measured ranges, each with the proven bound of the value attached, if there is one."""
     return {
         name: tuple(map(_state, parts, bounds[name]))
         if len(bounds.get(name, ())) == len(parts)
@@ -180,7 +180,7 @@ def state_bounds(measured: Ranges, bounds: Ranges) -> dict[str, tuple[Range, ...
 def mix_ranges(
     measured: Ranges, bounds: Ranges, loosest_bits: float
 ) -> dict[str, tuple[Range, ...]]:
-    """Return each bound that is at most this much looser than the measured range, else the widened range.
+    """Return bounds that are at most this much looser than measured ranges, else these, widened.
 
     Typical sizes stay the measured ones.
     """
@@ -204,7 +204,7 @@ def _choose(seen: Range, bound: Range, loosest_bits: float) -> Range:
 
 
 def _state(seen: Range, bound: Range) -> Range:
-    """Return the measured range with the bound in its attributes."""
+    """Return a measured range with the proven bound of the same value attached."""
     if seen.amax > bound.amax:
         return seen
     return replace(seen, bound=bound.amax, least_stored=bound.least_stored)
@@ -215,7 +215,7 @@ def _widen(seen: Range) -> Range:
 
 
 def find_uncertain(limits: Iterable[Limit], exponent: Callable[[int], int]) -> list[Limit]:
-    """List the fp16 values and weights that no bound keeps in range with these exponents.
+    """List the fp16 values and weights that no proven bound keeps in range with these exponents.
 
     Bounds include an allowance for subnormals that suffices only if the largest magnitude is not tiny
     after scaling. If it is, the value or weight counts as uncertain. Operations that only move values
@@ -246,7 +246,7 @@ _MEASURED = "the rest were measured"
 
 
 def describe_measured(scaling: Scaling) -> str:
-    """Describe the evidence for values without a fitting bound, and their headroom."""
+    """Describe the evidence for values that no proven bound keeps in range, with their headroom."""
     if scaling.measured_bits is None:
         return _MEASURED
     return f"{_MEASURED} and have {describe_least(scaling.measured_bits)}"
@@ -292,7 +292,7 @@ Of = TypeVar("Of", int, tuple[int, int])
 
 
 def describe_solution(problem: Problem, solution: Solution) -> Scaling:
-    """Return a solution as plain data, with names instead of unknowns."""
+    """Return a solver's solution as a record, with names instead of unknowns."""
 
     def at(unknown: int) -> int:
         return solution.exponents[problem.system.find(unknown)]
@@ -337,7 +337,7 @@ def _list_layers(problem: Problem, at: Callable[[int], int]) -> dict[str, tuple[
 
 
 def _find_operands(problem: Problem, fp32_modules: tuple[str, ...]) -> Operands:
-    """Add the parameters that fp32 modules use but other modules own to those that stay in fp32."""
+    """Return the fp32 parameters of mixed-dtype code and those that fp32 modules use from elsewhere."""
     guests = {name for path in fp32_modules for name in problem.guests.get(path, ())}
     return merge_operands(problem.operands, Operands(fp32_parameters=tuple(guests)))
 

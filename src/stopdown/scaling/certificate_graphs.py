@@ -65,7 +65,7 @@ _DTYPES = {
     torch.float64: "fp64",
 }
 _EXACT = (torch.float16, torch.float32, torch.float64)
-"""Dtypes to which the code may cast a weight: the checker already allows for its rounding to fp16."""
+"""Dtypes to which a weight may be cast without a rule: the checker allows for its rounding to fp16."""
 _SAME = {
     "to": "cast",
     "_to_copy": "cast",
@@ -646,7 +646,7 @@ class _Exporter:
     # what reads weights
 
     def _weigh(self, given: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-        """Return the names of the stored tensors that are the given arguments, and the rows of these."""
+        """Return the names of stored tensors among the arguments, and the rows of them that are used."""
         made: dict[str, Any] = {}
         for key in keys:
             value = given.get(key)
@@ -720,7 +720,7 @@ class _Exporter:
         return {"rule": "attention", "from": [*names, *([found] if found else [])]}
 
     def _ask_lengths(self) -> None:
-        """Add witnesses of singular values to products whose rows reach another product."""
+        """Add witnesses of singular values to products whose results reach another product."""
         users: dict[str, list[dict[str, Any]]] = {}
         for n in self.nodes:
             for name in n["from"]:

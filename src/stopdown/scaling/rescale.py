@@ -1,4 +1,4 @@
-"""From a module and its arguments to folded exponents: capture, measure, solve, fold."""
+"""`rescale_`: from a module and its arguments to folded exponents."""
 
 from __future__ import annotations
 
@@ -49,48 +49,47 @@ def rescale_(
 ) -> Rescaling:
     """Fold exponents into a module so that these calls run in fp16 without overflow.
 
-    These calls return the same values as before, to the last bit in fp32; no dtype changes. A
-    call with other optional arguments or outputs is traced, and refused if the exponents do not hold for
-    it. So the whole way is
-    `rescale_`, then `cast_`, then a call in fp16:
+    In fp32, these calls return the same values as before, bit for bit; no dtype changes. A call with
+    other optional arguments or outputs is traced, and refused if the exponents don't hold for it. The
+    three steps are `rescale_`, `cast_`, and a call in fp16:
 
         rescaling = rescale_(transformer, (), call)
         cast_(transformer, torch.float16, rescaling)
         output = transformer(**call_in_fp16)
 
-    Called under `torch.autocast` to fp16, or where the module's own code enters that, it leaves the module
-    in fp32, to run there. Where parts of it have to stay in fp32, which autocast would undo, it is cast as
-    well, and its calls leave autocast.
-    `.half()` is not enough if the result has fp32 layers, an fp32 stream, multiplies or fp32 buffers: the
-    next call refuses a module that was cast so.
+    Under `torch.autocast` to fp16, also in the module's own code, the module is left in fp32. If parts
+    of it have to stay in fp32, which autocast would undo, it is cast as well, and its calls disable
+    autocast. `.half()` is not enough if the result has fp32 layers, an fp32 stream, multiplies or fp32
+    buffers: the next call of a module that was cast so raises an error.
 
     Args:
-        args: positional arguments of a call of the module itself; a tensor is the only one.
+        args: positional arguments of a call of the module itself; a tensor counts as the only one.
         kwargs: its keyword arguments.
         calls: further calls, or calls of its methods: (module.decode, (latents,), {}).
-        residual: `fp32` keeps sums and norms in fp32 once the module is cast, its matrix products
-            in fp16; where its architecture does not allow it, `.residual` of the result is
-            `native`, and its scaling's `note` says why. None is `native`.
-        ranges: `measured` trusts these calls; `bound` takes ranges that hold for every input where
-            there are some, and `.certified` is True when there are for every fp16 value; `auto` takes
-            bounds where they cost nothing. None is `measured`.
-        verify: run the calls before and after, in fp32 to compare every bit when the module is in
-            fp32, and once as `cast_` leaves it: `.trial` of the result has the error, beside bf16's,
-            or the reason for none. Code that does not run with its exponents in place is tried
-            with as much of it in fp16 as hooks show that fp16 holds; the scaling's `note` says so.
-        cast: also cast it, as `cast_` does; undoing the result takes both back.
+        residual: `fp32` keeps sums and norms in fp32 after the cast, and matrix products in fp16. If
+            the architecture doesn't allow that, `.residual` of the result is `native`, and its
+            scaling's `note` has the reason. None means `native`.
+        ranges: `measured` uses these calls' ranges; `bound` uses ranges that hold for every input where
+            there are any, and `.certified` is True if there are for every fp16 value; `auto` uses
+            bounds where they cost almost nothing. None means `measured`.
+        verify: run the calls before and after: in fp32 to compare every bit, if the module is in fp32,
+            and once after a cast. `.trial` of the result then has the error beside bf16's, or the
+            reason why there is none. Code that doesn't run with its exponents is tried with as much of
+            it in fp16 as hooks find possible; the scaling's `note` reports that.
+        cast: also cast it, as `cast_` does; undoing the result undoes both.
 
     Raises:
-        CaptureError: the code cannot be traced.
-        TrialError: cast to fp16, a call raises, or returns NaN, Inf, other shapes or other values.
-        ScalingError: no exponents keep it in range; weights are quantised, or NaN or Inf, each
-            named; a value is NaN or Inf in fp32; the module would return other values in fp32. The
-            module was not changed.
-        OptionError: there is no call, or it fails in the module itself; the residual is none of
-            `RESIDUALS`, the ranges none of theirs.
+        CaptureError: if the code can't be traced.
+        TrialError: if after a cast to fp16 a call raises, or returns NaN, Inf, other shapes or other
+            values.
+        ScalingError: if no exponents keep it in range; if weights are quantised, or NaN or Inf, each of
+            which is named; if a value is NaN or Inf in fp32; if the module would return other values in
+            fp32. The module is unchanged.
+        OptionError: if there is no call, or it fails in the module itself; if `residual` or `ranges` is
+            none of the above.
 
-    Cost: for each call a capture (seconds; three with an fp32 residual), three forwards in fp32, one
-    in bf16 and one in fp16; both casts hold a second copy of the weights.
+    Cost: for each call a capture (seconds; three with an fp32 residual), three forwards in fp32, one in
+    bf16 and one in fp16; both casts hold a second copy of the weights.
     """
     require_module(module, "rescale_")
     refuse_quantised(module)

@@ -91,7 +91,10 @@ def _offer(node: Node, wanted: dict[Node, Blocks]) -> None:
 
 
 def _read_joint(node: Node) -> Blocks | None:
-    """Return the parts of a concatenation as blocks; None if too few, too many or of unknown size."""
+    """Return the parts of a concatenation as blocks with separate exponents, or None.
+
+    There is none with too few or too many parts, or a part of unknown size.
+    """
     dim, places = list_joined(node)
     bounds = tuple(sorted({0, *(stop for _, (_, stop) in places)}))
     is_whole = bounds[-1] == shape_of(node)[dim]
@@ -112,7 +115,7 @@ def list_joined(node: Node) -> tuple[int, list[tuple[Node, tuple[int, int]]]]:
 
 
 def _find_columns(node: Node, blocks: Blocks) -> Blocks | None:
-    """Return blocks of a layer's input as blocks of its weight's columns; None if they don't match."""
+    """Map blocks of a layer's input channels to its weight's columns; return None if they don't match."""
     is_whole = arguments(node).get("groups", 1) == 1
     return Blocks(1, blocks.bounds) if is_whole and blocks.dim == _find_channels(node) else None
 
@@ -135,7 +138,7 @@ def split_bounds(node: Node) -> tuple[int, tuple[int, ...]]:
 
 
 def _combine(node: Node, wanted: Mapping[Node, Blocks]) -> Blocks | None:
-    """Combine the blocks that a value's users need; None if they disagree or one needs a single one."""
+    """Return the blocks that all users of a value need; None if they disagree or one can't use several."""
     demands = [_demand(user, node, wanted) for user in node.users]
     known = [x for x in demands if x is not None]
     if not known or len(known) != len(demands) or len({x.dim for x in known}) > 1:
@@ -165,7 +168,7 @@ def _is_plain_slice(node: Node) -> bool:
 
 
 def _list_inner(part: Node, wanted: Mapping[Node, Blocks]) -> Iterator[int]:
-    """Yield the bounds of the blocks inside a part, as indices of its source."""
+    """Yield the bounds of the blocks inside a part of a value, as indices of the whole value."""
     if part in wanted and (is_kind(part, "part") or _is_plain_slice(part)):
         _, (start, _), dim = find_part(part)
         if wanted[part].dim == dim:
@@ -193,7 +196,10 @@ def find_part(node: Node) -> tuple[Node, tuple[int, int], int]:
 
 
 def _pull(user: Node, node: Node, blocks: Blocks) -> Blocks | None:
-    """Map blocks of an operation's output to one of its inputs; return None if that is impossible."""
+    """Map the blocks of an operation's output, each with its own exponent, to the blocks of one input.
+
+    Return None if the operation doesn't preserve them.
+    """
     given = arguments(user)
     if is_kind(user, *_KEEPING):
         return blocks
@@ -215,7 +221,7 @@ def _pull(user: Node, node: Node, blocks: Blocks) -> Blocks | None:
 def map_through_view(
     out: tuple[int, ...], source: tuple[int, ...], blocks: Blocks
 ) -> Blocks | None:
-    """Map blocks of a reshaped value to its shape before; return None if they don't align."""
+    """Map blocks along a dimension of a reshaped value to its shape before; None if they don't align."""
     if math.prod(out) != math.prod(source):
         return None
     stride = math.prod(out[blocks.dim + 1 :])
@@ -232,7 +238,7 @@ def map_through_view(
 def _keep_producible(
     wanted: Mapping[Node, Blocks], parameters: Mapping[str, str]
 ) -> dict[Node, Blocks]:
-    """Drop blocks that don't derive from rows or columns of parameters, until all others do."""
+    """Remove values whose blocks can't be scaled separately by rows or columns of parameters."""
     kept = dict(wanted)
     while True:
         lost = [node for node in kept if not _is_producible(node, kept, parameters)]
@@ -265,7 +271,7 @@ def _is_producible(node: Node, kept: Mapping[Node, Blocks], parameters: Mapping[
 
 
 def _list_read(node: Node, kept: Mapping[Node, Blocks]) -> set[int]:
-    """Return the numbers of a parameter's blocks that the graph reads.
+    """Return the indices of a parameter's blocks that the graph reads.
 
     A call of another size may read more of a table of positions. So a table that is read in part has
     one exponent.
@@ -291,7 +297,7 @@ def _list_read_by(user: Node, node: Node, kept: Mapping[Node, Blocks]) -> Iterab
 
 
 def is_part(node: Node) -> bool:
-    """Return whether a value is a part of another one, selected by indices."""
+    """Return whether a value is a slice, a select, or one result of a chunk, split or unbind."""
     if is_kind(node, "slice", "select"):
         return True
     return is_kind(node, "part") and bool(node.args) and is_split(node.args[0])
@@ -305,7 +311,7 @@ def has_known_indices(node: Node) -> bool:
 
 
 def _is_part_of(node: Node, kept: Mapping[Node, Blocks]) -> bool:
-    """Return whether the bounds of a part's blocks are also bounds of its source's blocks."""
+    """Return whether all bounds of a slice's blocks are also bounds of its source's blocks."""
     source, (start, _), dim = find_part(node)
     if is_kind(node, "select") or source not in kept or kept[source].dim != dim:
         return False
@@ -314,7 +320,7 @@ def _is_part_of(node: Node, kept: Mapping[Node, Blocks]) -> bool:
 
 
 def _takes(user: Node, node: Node, kept: Mapping[Node, Blocks]) -> bool:
-    """Return whether a user of a value can handle different exponents in its blocks.
+    """Return whether a user of a value can handle a different exponent in each of its blocks.
 
     It splits the value, passes its blocks on, or multiplies each block by columns of its own.
     """

@@ -66,7 +66,8 @@ PREFIX = "component"
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 Answers = tuple[tuple[str, Any], ...]
-"""Reads of tensor values by code, in order, each with the result: `("item", 7)`."""
+"""Tensor values that a call's code turned into Python numbers, in order: name of the read and result,
+`("item", 7)`."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,10 @@ def read_call(
     dtype: torch.dtype,
     blocked: Collection[str] = (),
 ) -> frozenset[int] | None:
-    """Record how a call uses its parameters and arguments, as the marks of `readings`.
+    """Record how a call uses its parameters and arguments, as a set of marks to compare with other calls'.
 
-    Return None if its code fails on tensors without values, for example because it reads them.
+    A mark is the hash of a torch function call (`readings`). Return None if the code fails on tensors
+    without values, for example because it reads some.
 
     Args:
         blocked: names of tensors whose rows or columns differ in exponent.
@@ -203,7 +205,7 @@ def _list_attempts(first: _Attempt, answers: Answers | None) -> Iterator[_Attemp
 
 @contextlib.contextmanager
 def noting_answers(found: list[tuple[str, Any]]) -> Iterator[None]:
-    """Append to `found` each read of a tensor value by this thread's code, with its result.
+    """Append to `found` each tensor value that this thread's code turns into Python numbers.
 
     Cost: a check of each torch function that is called.
     """
@@ -215,7 +217,7 @@ def noting_answers(found: list[tuple[str, Any]]) -> Iterator[None]:
 def note_answers(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Answers:
-    """Run a call, and return the tensor values that its code reads.
+    """Run a call, and return the tensor values that its code turns into Python numbers.
 
     A module without weights runs on fake tensors. Its code then gets the values that follow from the
     arguments alone, and fails if it reads others.
@@ -286,7 +288,7 @@ def module_classes(node: Node) -> list[str]:
 
 
 def call_key(node: Node) -> str:
-    """Return the key of the module call that computed a value; each call of a module has another key."""
+    """Return a key of the module call that computed a value; each call of a module has another one."""
     stack = node.meta.get("nn_module_stack") or {}
     return str(next(reversed(stack))) if stack else ""
 
@@ -496,7 +498,7 @@ class _ShadowCall:
         )
 
     def read(self, blocked: Collection[str]) -> frozenset[int]:
-        """Record how the call uses its parameters and arguments, as the marks of `readings`."""
+        """Record how the call uses its parameters and arguments, as a set of hashes (`readings`)."""
         patches = Patches()  # never undone: the shadow is thrown away with its hooks
         paths = ModulePaths(self._shadow, patches)
         readings = Readings(paths, _ShadowCall.read.__code__, blocked)
@@ -592,7 +594,7 @@ class _ShadowCall:
 
 
 def _watch_outputs(shadow: torch.nn.Module, notes: list[Note]) -> None:
-    """Have observers record for each module call of the copy whether it returns one tensor.
+    """Have hooks record for each module call of the copy whether it returns one tensor.
 
     Modules with several names, such as an activation that all layers share, are left out: a hook on one
     acts in all of its places.
@@ -628,7 +630,7 @@ class _Shaped:
 
 
 def _watch_tables(shadow: torch.nn.Module, kept: frozenset[str], notes: list[Note]) -> None:
-    """Have observers record the arguments of modules that may select their tables by sizes.
+    """Have hooks record the arguments of modules that may select or compute their tables by sizes.
 
     Such a module has floating buffers of its own outside `kept`, or floating parameters if it is not a
     layer of torch.
@@ -661,11 +663,11 @@ def _list_tables(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _find_replaceable(
     shadow: torch.nn.Module, calls: _Calls, used: Collection[str], mode: FakeTensorMode
 ) -> frozenset[str]:
-    """Find the tables that a module doesn't read if a dimension of its arguments doubles or halves.
+    """Find parameter tables that a module ignores if a dimension of its arguments doubles or halves.
 
     An example is a table of positions that is learned for one number of frames and computed for others:
-    a factor folded into it would be lost then. Of modules that are alike, only one is tried. The
-    component's own parameters are not.
+    a factor folded into it would be lost then. Of modules that are alike, only one is tried. Parameters
+    of the component itself are never tried.
     """
     found: set[str] = set()
     known: dict[Any, frozenset[str]] = {}

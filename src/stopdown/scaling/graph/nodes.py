@@ -31,12 +31,12 @@ def _name_target(target: Any) -> str:
 
 
 def is_kind(node: Any, *kinds: str) -> bool:
-    """Return whether an operation of one of these kinds computes a value; in-place ones have no kind."""
+    """Return whether a value's operation is of one of these kinds; in-place operations have none."""
     return isinstance(node, Node) and kind_of(operation(node)) in kinds
 
 
 def has_trait(node: Any, trait: str) -> bool:
-    """Return whether the operation that computes a value has a trait of the table of operations.
+    """Return whether a value's operation has a trait of the table of operations, such as `alias`.
 
     An in-place operation has the traits of its own row in the table or, without one, of its plain form.
     """
@@ -101,7 +101,7 @@ def is_float(node: Any) -> bool:
 
 
 def is_split(node: Any) -> bool:
-    """Return whether a node returns the list of parts of a tensor."""
+    """Return whether a node returns a list of parts of a tensor, as split, chunk and unbind do."""
     return is_kind(node, "split", "unbind")
 
 
@@ -142,7 +142,7 @@ def list_mixed(node: Node) -> list[int]:
 
 
 def read_order(node: Node) -> list[int]:
-    """Return, for each dimension of a permutation's result, the input's dimension that it was."""
+    """Return, for each dimension of a permutation's result, the number of the input's dimension."""
     coded = torch.empty(tuple(range(2, 2 + len(shape_of(node.args[0])))), device="meta")
     return [size - 2 for size in node.target(coded, *node.args[1:], **node.kwargs).shape]  # type: ignore[operator]
 
@@ -199,7 +199,7 @@ def _is_mask(node: Node) -> bool:
 
 
 def smallest_constant(value: Any) -> float:
-    """Return the smallest magnitude among the constants of a value; 0 if it depends on data."""
+    """Return the smallest magnitude among the constants in a value; 0 if it depends on data."""
     if isinstance(value, (int, float)):
         return abs(float(value))
     if not isinstance(value, Node):

@@ -48,9 +48,9 @@ class Range:
         amax: largest magnitude.
         rms: root mean square.
         least: smallest positive magnitude.
-        certain: True if `amax` is a bound for all inputs; False if it was measured.
-        bound: bound for all inputs if `amax` was measured; infinite if there is none.
-        least_stored: the bound holds if the largest magnitude is at least this after scaling.
+        certain: True if `amax` is a proven bound for all inputs; False if it was measured.
+        bound: proven bound for all inputs if `amax` was measured; infinite if there is none.
+        least_stored: least scaled size of the largest magnitude for which the bound holds.
         unbounded: measured because no rule returns a bound, so the value may be NaN as well as Inf.
     """
 
@@ -143,7 +143,7 @@ def merge_ranges(first: Ranges, second: Ranges) -> dict[str, tuple[Range, ...]]:
 
 
 def find_masked(capture: Capture) -> frozenset[Node]:
-    """Return the values that contain fill values of a mask, such as -inf."""
+    """Return the values that contain the fill values of an attention mask, such as -inf."""
     masked: set[Node] = set()
     for node in capture.graph.graph.nodes:
         if has_trait(node, "unmasks") or is_range_clamp(node) or not is_float(node):

@@ -114,7 +114,7 @@ class Readings(TorchFunctionMode):
         self._held: list[Any] = []  # while it is held nothing else has its id
 
     def name(self, tensor: torch.Tensor, kind: str, name: object) -> None:
-        """Register a tensor: a parameter by its name, an argument by its number."""
+        """Give a tensor its first mark: that of a parameter by its name, or of an argument by its index."""
         self._mark(tensor, hash((kind, name)))
         if name in self._blocked:
             self._exact.add(id(tensor))
@@ -181,7 +181,7 @@ class Readings(TorchFunctionMode):
         return mark
 
     def _find_place(self) -> int:
-        """Return a hash of the call stack up to the code that makes the call."""
+        """Return a hash of the current call stack, up to the code that made the recorded call."""
         place: list[int] = []
         frame: types.FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code is not self._root:

@@ -123,7 +123,7 @@ class _Argument:
 
 
 class Repeats:
-    """Copies repeated calls of a module's parts while it is traced.
+    """Copies the nodes of repeated calls of a module's submodules while it is traced.
 
     Args:
         notes: list to which the observers of copied calls append their values.
@@ -328,7 +328,7 @@ def _list_paths(tracer: Any, module: torch.nn.Module) -> list[str]:
 
 
 def _find_node(tracer: Any, tensor: Any) -> Node | None:
-    """Return the node of a traced tensor; None if it has none or is a constant."""
+    """Return the graph node of a traced tensor; None if it has none or is a constant."""
     slot = proxy_tensor.get_proxy_slot(tensor, tracer, None)
     if slot is None or slot.constant is not None:
         return None
@@ -362,7 +362,7 @@ def _read_given(tracer: Any, args: Any, kwargs: Any) -> _Given | None:
 
 
 def _is_untouched(tracer: Any, arguments: Any, given: _Given) -> bool:
-    """Return whether a call left its arguments unchanged."""
+    """Return whether a call left its arguments unchanged, so that copying its nodes has the same effect."""
     args, kwargs = arguments
     after = _read_given(tracer, args, kwargs)
     return (
@@ -392,7 +392,7 @@ def _tell_output(tracer: Any, output: Any, given: _Given) -> tuple[list[Any], An
 
 
 def _are_whole(nodes: list[Node], known: set[Node | None], output: list[Any]) -> bool:
-    """Return whether nodes read only each other and known ones, and no size depends on data."""
+    """Return whether nodes take inputs only from one another or from `known` nodes, with constant sizes."""
     made = {*nodes}
     return all(x in made for x in output if isinstance(x, Node)) and all(
         node.op == "call_function"
@@ -413,7 +413,7 @@ def _has_numbers(value: Any) -> bool:
 def _place(
     nodes: list[Node], depth: int, numbers: Mapping[str, int], calls: Mapping[str, int]
 ) -> list[list[tuple[int, int, str]]] | None:
-    """Return the modules around each node as in `_Traced.nodes`; None if one is no part of the module."""
+    """Return the modules around each node as in `_Traced.nodes`; None if one isn't inside the module."""
     placed = []
     for node in nodes:
         found = []

@@ -31,7 +31,7 @@ FEW_FRAMES = 5
 
 
 class Captures:
-    """Cache of captures of calls in fp16: for each call the plain one and the last with a stream."""
+    """Cache of captures of calls in fp16: for each call the plain one and the last with an fp32 stream."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, bool], tuple[PlainCall, ResidualStream | None, Capture]] = {}
@@ -39,7 +39,7 @@ class Captures:
         self._clamping: dict[int, tuple[PlainCall, bool]] = {}
 
     def take(self, call: PlainCall, stream: ResidualStream | None = None) -> Capture:
-        """Capture a call of the unchanged module, with its residual stream in fp32 or in the model's dtype.
+        """Return a capture of a call of the unchanged module, with or without an fp32 residual stream.
 
         Cost: a capture (seconds), the first time.
         """
@@ -57,7 +57,7 @@ class Captures:
         return self._made[key][2]
 
     def take_short(self, call: PlainCall) -> Capture:
-        """Capture a call in the model's dtypes; if it decodes a video, only a few frames and tiles of it.
+        """Return a capture of a call without an fp32 stream; of a decoded video, of a few frames and tiles.
 
         It contains every module of the whole call, with the same dtypes; sizes and the number of
         operations differ.
@@ -124,7 +124,7 @@ def measure_kinds(
     captures: Captures,
     stream: ResidualStream | None,
 ) -> list[MeasuredCall]:
-    """Measure the ranges of calls with the given residual stream.
+    """Measure the ranges of calls, grouped by kind, with the given residual stream.
 
     A kind has one capture with the merged ranges of its calls; several if its path depends on values.
 
@@ -147,7 +147,7 @@ def add_call(
     captures: Captures,
     stream: ResidualStream | None = None,
 ) -> None:
-    """Measure one more call of a kind, and add it to `found`.
+    """Measure one more call of the same kind as those in `found`, and add it there.
 
     Its ranges are merged with those of a call that took the same path, or it becomes an entry of its
     own.
@@ -193,7 +193,7 @@ def _capture_streamed(
 
 
 def capture_answered(call: PlainCall, stream: ResidualStream | None, answers: Answers) -> Capture:
-    """Capture a call whose code reads tensor values, with the given results of these reads."""
+    """Capture a call whose code turns tensor values into Python numbers, with given results of that."""
     function, args, kwargs = call
     if stream is None:
         return capture_call(function, args, kwargs, dtype=torch.float16, answers=answers)
@@ -221,7 +221,7 @@ def _clamps_anyway(one: PlainCall) -> bool:
 def measure_again(
     known: MeasuredCall, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> MeasuredCall:
-    """Measure another call of a kind that is captured already; return it with the merged ranges.
+    """Measure another call of the kind of a captured one, and return that with the ranges merged.
 
     Cost: one forward in fp32.
     """

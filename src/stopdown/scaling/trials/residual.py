@@ -62,10 +62,10 @@ def find_stream(
         captures: its calls, captured in the dtype of its matrices.
         attention: cast the inputs of modules with functional attention to that dtype as well, as some
             of them cast query and key to the dtype of their input.
-        rows: keep layers with little work in fp32: linears outside lists of blocks that multiply one
-            row for each picture (embeddings of a timestep, which every block reads), and layers that
-            read the stream without a norm between (shortcuts, downsamplers), whose bounds would scale
-            it down most.
+        rows: also keep cheap layers in fp32: linears outside lists of blocks that multiply one row for
+            each picture (embeddings of a timestep, which every block reads), and layers that read the
+            stream without a norm (shortcuts, downsamplers), as their bounds would scale the stream down
+            most.
     """
     readers = [_Reader(capture) for capture in captures]
     matrices = {path for reader in readers for path in reader.matrices}
@@ -138,7 +138,7 @@ def open_fp32_modules(
 def with_stream(
     module: torch.nn.Module, stream: ResidualStream | None, dtype: torch.dtype
 ) -> Iterator[frozenset[str]]:
-    """Register a stream's hooks on a module during a capture; yield the names of its fp32 parameters."""
+    """Apply the casts of a residual stream during a capture; yield the names of its fp32 parameters."""
     with Patches() as patches:
         if stream is not None:
             put_stream(module, stream, dtype, patches)
@@ -146,7 +146,7 @@ def with_stream(
 
 
 def demand_agreement(plain: Capture, streamed: Capture) -> None:
-    """Refuse a stream with which operands or outputs wouldn't have the required dtypes."""
+    """Raise an error if an fp32 stream gives operands, or the outputs, other dtypes than they need."""
     mixed = find_mixed_operands(streamed.graph)
     mixed += find_mixed_operands(streamed.graph, "attention", *NORMS)
     if mixed:
@@ -218,7 +218,7 @@ class _Reader:
         return isinstance(weight, Node) and _origin(weight).name in self.capture.parameters
 
     def _find_interior(self) -> set[Node]:
-        """Find all values that functional products read, directly or through other operations."""
+        """Find all values that lead to products of two activations, back to weighted operations."""
         found: set[Node] = set()
         waiting = [x for n in self.nodes if self._is_functional(n) for x in n.all_input_nodes]
         while waiting:
@@ -274,7 +274,7 @@ def _find_embedding(module: torch.nn.Module, readers: Sequence[_Reader]) -> set[
 
 
 def _find_bare_readers(readers: Sequence[_Reader]) -> set[str]:
-    """Find layers that read the stream itself, up to `MOST_WIDE_FLOPS`, least work first."""
+    """Find the cheapest layers that read the residual stream itself, up to `MOST_WIDE_FLOPS` in a call."""
     found: set[str] = set()
     for reader in readers:
         flops = {node: count_node_flops(node) for node in reader.nodes}
@@ -291,7 +291,7 @@ def _find_bare_readers(readers: Sequence[_Reader]) -> set[str]:
 
 
 def _is_bare(layer: Node) -> bool:
-    """Return whether a layer reads a sum of two values, possibly rearranged, without a norm between."""
+    """Return whether a layer reads a sum of two activations without a norm between."""
     read = _trace(arguments(layer).get("input"))
     return any(
         _sums(node) and not is_kind(node, *_SUMMING) and not _shifts_norm(node) for node in read

@@ -88,7 +88,8 @@ FEW_MODULES = 100
 multiplies."""
 
 LOOSEST_BITS = (math.inf, 40.0, 30.0, 24.0, 20.0, 17.0, 14.0, 11.0, 8.0, 5.0, 2.0)
-"""Bits by which a bound may exceed the measured range and still be used; tried one after the other."""
+"""Limits, in bits, on how far a bound may exceed the measured range and still be used; tried one by
+one."""
 
 MOST_SHAPES = 8
 """Number of calls of one signature whose sizes are recorded; calls with others are compared with them
@@ -98,17 +99,17 @@ LOW_WEIGHT_BITS = -12.0
 """log2 of the typical size below which a weight loses bits in fp16."""
 
 MORE_STRAIN_BITS = 0.05
-"""Bits that bounds may cost in this way, in the mean over the weights. A tenth of a bit shows in the
-output (a CogVideoX 9 % further from fp32, a Wan 25 %), a twentieth doesn't."""
+"""Mean number of bits over the weights by which bounds may push typical sizes below `LOW_WEIGHT_BITS`.
+A tenth of a bit shows in the output (a CogVideoX 9 % further from fp32, a Wan 25 %), a twentieth
+doesn't."""
 
 MORE_TABLE_BITS = 1.0
-"""Bits that bounds may cost one embedding table, on which all later values depend: a T5 whose table is
+"""Number of such bits for one embedding table, on which all later values depend: a T5 whose table is
 stored times 2**-13.7 is 12 % further from fp32 than with 2**-9.7, with 2**-14.7 77 %, with 2**-15.7 3.3
 times as far."""
 
 MOST_STRAIN_BITS = 0.5
-"""Mean bits lost over the weights that are accepted if bounds are requested: beyond it fp16 is worse
-than bf16."""
+"""Mean number of such bits if bounds are requested: beyond it fp16 is worse than bf16."""
 
 MORE_MULTIPLIES = 1
 """Number of further multiplies that bounds may cost; these lose no bits."""
@@ -208,7 +209,10 @@ and few others: a few hundredths of the work in fp32 are better, all of it is no
 
 
 def choose_multiplies(module: torch.nn.Module, wider: Problem, bits: float) -> Problem:
-    """Restrict multiplies, if there are many, to those that pay when modules that are alike scale alike."""
+    """Restrict explicit multiplies, if there are many, to modules where they pay in a smaller problem.
+
+    In that problem, modules that are alike have the same exponents.
+    """
     if len(wider.multiplies) <= FEW_MODULES:
         return wider
     merged = merge_alike(wider, name_likenesses(module))
@@ -217,7 +221,7 @@ def choose_multiplies(module: torch.nn.Module, wider: Problem, bits: float) -> P
 
 
 def _solve_with_fp32(problem: Problem, bits: float, *, whole: bool) -> Solution | None:
-    """Solve a problem with modules in fp32; first check if that is the whole, if this is not allowed."""
+    """Solve a problem with modules in fp32; if these may not be the whole component, check that first."""
     if not whole and needs_whole(problem, hard_top_bits=ASKED_BITS):
         return Solution({}, ("",), math.inf)
     return solve_problem(problem, hard_top_bits=bits, fp32_modules=True)
@@ -241,10 +245,10 @@ def find_scaling(
     statements: Statements | None = None,
     postpones: bool = False,
 ) -> Scaling:
-    """Find the cheapest exponents that keep the measured calls in range.
+    """Find the exponents, with the lowest price, that keep the measured calls in range.
 
     Args:
-        stream: residual stream with which the calls were measured.
+        stream: fp32 residual stream with which the calls were measured.
         fp32_modules: allow modules to stay in fp32.
         whole: allow the whole component to stay in fp32, if that is the cheapest.
         statements: cache of stated problems, for several searches that differ in ranges.
@@ -296,7 +300,7 @@ def find_scaling(
 
 
 def _find_cheaply(module: torch.nn.Module, state: Callable[..., Problem], bits: float) -> Scaling:
-    """Find exponents by folding alone if that is cheap, else with multiplies if that is cheaper."""
+    """Find exponents by folding alone, or with multiplies if folding is expensive and these cost less."""
     plain = state()
     for problem in _list_foldings(plain):
         best = solve_problem(problem, hard_top_bits=bits, fp32_modules=False)
@@ -359,11 +363,11 @@ def scale_by_bounds(
     find: Find = find_scaling,
     find_in_fp16: Find | None = None,
 ) -> Scaling:
-    """Find exponents that rest on bounds as far as possible, or only where they cost almost nothing.
+    """Find exponents that rest on proven bounds where possible, or only where they cost almost nothing.
 
     Args:
         kinds: captured and measured calls.
-        ranges: `bound` (as far as possible) or `auto` (at almost no cost).
+        ranges: `bound` (where possible) or `auto` (at almost no cost).
         find: finds exponents for calls.
         find_in_fp16: the same without fp32 modules; used if the measured ranges need none, as bounds
             also hold with hardly any headroom.
@@ -465,7 +469,7 @@ def _list_bounds(
 
 
 def _find_wide(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
-    """Apply `find_visible` to mixed ranges; add the `CALIBRATED_BITS` that measured ones include."""
+    """Apply `find_visible` to mixed ranges; count the `CALIBRATED_BITS` in measured ones as headroom."""
     scaling = find_visible(find, module, calls)
     bits = scaling.measured_bits
     return replace(scaling, measured_bits=None if bits is None else bits + CALIBRATED_BITS)
@@ -514,7 +518,7 @@ def is_visible(found: Scaling, best: Scaling, calls: Sequence[MeasuredCall]) -> 
 
 
 def is_free(found: Scaling, best: Scaling, calls: Sequence[MeasuredCall]) -> bool:
-    """Return whether a scaling costs almost nothing: no more fp32, at most one multiply, few lost bits."""
+    """Return whether a scaling costs almost nothing more than the best one: no fp32, few lost bits."""
     more = _measure_strain(found, calls) - _measure_strain(best, calls)
     of_tables = _measure_tables(found, calls) - _measure_tables(best, calls)
     return (
@@ -577,24 +581,25 @@ def scale_calls(
     *,
     verify: bool = True,
 ) -> Scaling:
-    """Find exponents for calls and try them: with the requested stream, then the other, then by hooks.
+    """Find exponents and test them by running the calls, first with the requested residual dtype.
 
-    Hooks find the matrices that fp16 can represent, for a module that can't be captured or whose code
-    doesn't run with exponents.
+    If that fails, the other dtype is tried, and then forward hooks, which find the weight matrices that
+    fp16 can represent. These serve modules that can't be captured or whose code doesn't run with
+    exponents.
 
     Args:
-        kinds: calls by kind: those of one kind have the same graph.
-        residual: `native` or `fp32`.
+        kinds: calls in groups; those in one group run the same graph.
+        residual: dtype of the residual stream, `native` or `fp32`.
         ranges: `measured`, `bound` or `auto`.
-        verify: run the first call of each kind with the exponents, as `try_scaling` does.
+        verify: run the first call of each group with the exponents, as `try_scaling` does.
 
     Raises:
-        CaptureError: if there is no graph, and hooks don't suffice either.
+        CaptureError: if the code can't be traced, and hooks don't suffice either.
         ScalingError: if there are no exponents, they are not exact, or the module doesn't run with
             them.
 
-    Cost: a capture for each kind (two or three with an fp32 residual), a forward in fp32 for each call,
-    and those of `try_scaling`.
+    Cost: a capture for each group (two or three with an fp32 residual), a forward in fp32 for each
+    call, and those of `try_scaling`.
     """
     search = _CallSearch(module, kinds, ranges, verify)
     return take_first(search.list_strategies(residual), left=search.left)
@@ -619,7 +624,7 @@ class _CallSearch:
     unsolved: ScalingError | None = None
 
     def list_strategies(self, residual: str) -> Iterator[Candidate[Scaling]]:
-        """Yield the strategies that still have a chance after the failures of earlier ones."""
+        """Yield the strategies that can still succeed after the failures of earlier ones."""
         if residual == "fp32":
             yield Candidate(self._find_streamed)
         if not self._failed(CaptureError):

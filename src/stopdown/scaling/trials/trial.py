@@ -219,7 +219,7 @@ def _counting(module: torch.nn.Module) -> Iterator[list[float]]:
 def _add_bf16(
     module: torch.nn.Module, calls: Sequence[PlainCall], runs: Sequence[Run]
 ) -> list[Run]:
-    """Add the error of bf16 to the runs, if any of them will be tried and compared."""
+    """Return the runs with bf16's error, if any of them will be tried and compared."""
     if not any(_may_run(module, run) and not run.draws for run in runs):
         return list(runs)
     with cast_(module, torch.bfloat16):
@@ -375,7 +375,7 @@ def _try_calls(module: torch.nn.Module, reference: Reference) -> Trial:
 
 
 def _lacks_kernel(error: Exception) -> bool:
-    """Return whether an error means that the device lacks a kernel; in torch 2.6.0 it is a RuntimeError."""
+    """Return whether an error means that the device lacks a kernel; torch 2.6.0 raises a RuntimeError."""
     return isinstance(error, NotImplementedError) or "not implemented for '" in str(error)
 
 

@@ -60,7 +60,7 @@ def check_underflow(
 
 
 def _follow(call: MeasuredCall, fixed: Mapping[str, str]) -> tuple[float, str]:
-    """Return the largest relative error of an output, and the name of the value that causes it.
+    """Return the largest relative error of an output due to underflow, and the name of its cause.
 
     Args:
         fixed: names of fp16 values without an exponent to their places.

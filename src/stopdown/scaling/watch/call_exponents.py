@@ -1,9 +1,10 @@
-"""Check whether exponents hold for a call other than those solved for, and what scaling its ends need.
+"""Check whether exponents hold for a call other than those solved for, and how its ends must be scaled.
 
 The equations of the call's graph are stated, with every parameter, eps and multiply fixed at its
-exponent. If they have a solution, the call is right with the exponents that the solution has at its
-ends: an optional input that is added to a scaled value is multiplied by a power of two before the call,
-and a scaled output is multiplied back. If they have none, the call needs other exponents.
+exponent. If they have a solution, the call is right with the exponents that the solution has for its
+arguments and outputs: an optional input that is added to a scaled value is multiplied by a power of two
+before the call, and a scaled output is multiplied back. If they have none, the call needs other
+exponents.
 
 **Catches** every operation between the arguments and the outputs of the call, by the rules with which
 exponents are solved.
@@ -42,7 +43,7 @@ from stopdown.scaling_records import Scaling
 
 @dataclass(frozen=True)
 class CallEnds:
-    """Powers of two by which a call's arguments and outputs must be multiplied to be right with exponents.
+    """Powers of two for a call's arguments and outputs, with which it's right although weights are scaled.
 
     Attributes:
         inputs: index of a tensor among its arguments, in the order of `flatten_call`, to the exponent
@@ -110,7 +111,7 @@ def _fix_all(
     scaling: Scaling,
     capture: Capture,
 ) -> bool:
-    """Fix the exponents of everything that is folded; return False if the call can't have one of them."""
+    """Fix the exponents of everything that is folded; return False if one contradicts the call's graph."""
     folds, named = list_folds(scaling.exponents), name_parameters(module)
     for name, unknown in problem.parameters.items():
         bare, place = split_fold_name(name)
@@ -138,7 +139,7 @@ def _list_read(capture: Capture) -> list[str]:
 
 
 def _read_exponent(folds: Folds, place: Place, shape: tuple[int, ...]) -> int | None:
-    """Return the exponent of a block of a tensor; None if it has several."""
+    """Return the exponent of a block of rows or columns; None if it has several."""
     if not folds:
         return 0
     rows = spread_rows(folds, shape[0] if shape else 1)
@@ -170,7 +171,7 @@ def _sort_inputs(
 
 
 class _Exponents:
-    """Known exponents of unknowns, from which the equations derive others."""
+    """Partial solution of the equations between exponents."""
 
     def __init__(self, system: System) -> None:
         self._rows, self._system = system.reduced(), system

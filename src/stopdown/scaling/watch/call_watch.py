@@ -145,7 +145,7 @@ class WatchOptions:
 
 
 class _Thread(threading.local):
-    """The call of an unmeasured signature that a thread makes: its watch, and what is multiplied."""
+    """Per-thread state: the watch and the scaling of a call with an unmeasured signature."""
 
     scaled: tuple[CallWatch, CallEnds] | None = None
 
@@ -227,7 +227,7 @@ class CallWatch(SameInCopies):
         self._options = options
 
     def follow(self) -> None:
-        """Check the code that calls now go through, if the module has been compiled since."""
+        """Register the checks on compiled code as well, if the module has been compiled since."""
         slot = find_slot(Callee("", self.module, "forward", "call"))
         slot = "_call_impl" if slot == "forward" else slot
         if slot not in self._slots:
@@ -315,7 +315,7 @@ class CallWatch(SameInCopies):
     # Around a call
 
     def lead(self, call: ComponentCall) -> Any:
-        """Make a call of code compiled from the module, in which layers don't run."""
+        """Check a call of code compiled from the module, in which interception layers don't run."""
         callee = Callee("", call.callee.owner, "forward", "decode", GENERAL_KEEPS)
         return self._enter(replace(call, callee=callee))
 
@@ -351,13 +351,13 @@ class CallWatch(SameInCopies):
             self.known.settings.read()
 
     def _end(self) -> None:
-        """Restore the state between calls; settings that calls changed count as the module's own."""
+        """Restore the state between calls, and accept the settings that the calls have changed."""
         if not self.is_removed:
             show_parts(self._parts)
             self.known.settings.note()
 
     def _call(self, call: ComponentCall) -> Any:
-        """Make a call if the exponents hold for it, or refuse it.
+        """Make a call if the exponents hold for it; otherwise have it repaired or refused.
 
         Raises:
             ReplacedError: if a repair has replaced or removed the exponents.
@@ -405,7 +405,7 @@ class CallWatch(SameInCopies):
             self._thread.is_led = False
 
     def _track(self, call: ComponentCall, output: Any) -> Any:
-        """Have wrong backward passes raise an error, and report once that gradients are in fp16."""
+        """Have backward passes that would be wrong raise an error; report fp16 gradients once."""
         if not torch.is_grad_enabled() or not is_plain():
             return output
         if not self.is_removed:
@@ -438,7 +438,7 @@ class CallWatch(SameInCopies):
         return call.save(self.module, device)
 
     def sign(self, call: ComponentCall) -> Key:
-        """Return a call's signature, including settings changed since planning, and its sizes."""
+        """Return a call's signature, with settings changed since the plan, and its sizes."""
         others = self.known.settings.describe()
         path = find_path(call)
         owner = call.callee.owner if path else self.module
@@ -490,14 +490,14 @@ class CallWatch(SameInCopies):
 
     @property
     def is_in_force(self) -> bool:
-        """Whether the module has this watch's exponents, from this watch or applied again since."""
+        """Whether the module has the exponents of this watch, even if they were applied again since."""
         watch: CallWatch | None = vars(self.module).get(_WATCH)
         return watch is not None and watch.scaling is self.scaling
 
     # What holds for a signature
 
     def _find_ends(self, key: Key, call: ComponentCall, held: HeldContainers) -> CallEnds:
-        """Return what is multiplied in calls of this signature and sizes, or refuse them; it is cached.
+        """Return how the arguments and outputs of such calls are multiplied, or refuse them; it is cached.
 
         Args:
             held: contents of the call's arguments, which are restored after a trace.

@@ -25,7 +25,7 @@ from stopdown.scaling_records import Scaling
 
 
 class FoldedWeights:
-    """The folded weights of one module, as they were at the last call of `note`."""
+    """Record of one module's folded weights, by which later changes are found."""
 
     def __init__(
         self, module: torch.nn.Module, scaling: Scaling, name: str, *, casts: bool
@@ -43,13 +43,13 @@ class FoldedWeights:
         self._refused = set[str]()
 
     def note(self) -> None:
-        """Record the present weights, and which tensors are in fp32, as the right ones."""
+        """Record the current weights, and which tensors are in fp32, as those with folded exponents."""
         self.note_arrived()
         self._wide = list(_list_wide(self._module)) if self._casts else []
         self._refused.clear()
 
     def note_arrived(self) -> None:
-        """Record the present weights as the right ones, after some have arrived late."""
+        """Record the current weights, some of which were loaded late, as those with folded exponents."""
         self._weights = list(_list_weights(self._module, self._scaling))
 
     @property

@@ -37,7 +37,7 @@ from stopdown.scaling.watch.call_exponents import find_ends as find_call_ends
 from stopdown.scaling_records import Scaling
 
 PLAIN = CallEnds()
-"""Verdict that a call holds with nothing multiplied."""
+"""Verdict that the exponents hold for a call whose arguments and outputs aren't multiplied."""
 
 _MOST_ANSWERS = 8
 
@@ -47,9 +47,10 @@ class _Kind:
     """Verdict on the calls of one signature.
 
     Attributes:
-        ends: what must be multiplied at the ends of such calls; None if the exponents don't hold.
+        ends: how the arguments and outputs of such calls are multiplied; None if the exponents don't
+            hold.
         sizes: sizes of the calls whose graphs were examined.
-        marks: how these read the folded tensors; None until other sizes occur.
+        marks: hashes of how these read the folded tensors; None until other sizes occur.
         is_read: False if that can't be determined without values.
     """
 
@@ -64,11 +65,12 @@ Key = tuple[str, Sizes]
 
 
 class KnownCalls:
-    """Verdicts on the calls of one module.
+    """Verdicts on whether one module's exponents hold for its calls.
 
     Attributes:
         settings: settings of the module, which are copied to the module that is traced.
-        verdicts: signature and sizes to what must be multiplied; None if the exponents don't hold.
+        verdicts: signature and sizes to how arguments and outputs are multiplied; None if the exponents
+            don't hold.
     """
 
     def __init__(self, module: torch.nn.Module, scaling: Scaling) -> None:
@@ -109,7 +111,7 @@ class KnownCalls:
     def holds_for_copy(
         self, key: Key, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Return whether a call of a deep copy is right unchanged."""
+        """Return whether a call of a deep copy, whose exponents stay, is right without further scaling."""
         if key not in self._of_copies:
             found = self.verdicts.get(key) or self.find_ends(key, method, args, kwargs)
             self._of_copies[key] = found
@@ -138,7 +140,7 @@ class KnownCalls:
     def find_ends(
         self, key: Key, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = ""
     ) -> CallEnds | None:
-        """Find the exponents at a call's ends with which the scaling holds; return None if there are none.
+        """Find how a call's arguments and outputs must be multiplied; None if the scaling can't hold.
 
         Cost: a run without values for new sizes that read folded tensors as others of the signature
         did; else a capture.
@@ -198,7 +200,9 @@ class KnownCalls:
         is_short: bool = True,
         answers: Answers = (),
     ) -> CallEnds | None:
-        """Find the exponents at a call's ends from the equations of its graph; None without a solution.
+        """Find, from the equations of its graph, how a call's arguments and outputs must be multiplied.
+
+        Return None if the scaling can't hold, or if the call can't be traced.
 
         Args:
             answers: tensor values that its code read.
