@@ -1,4 +1,4 @@
-"""Whether a component is still what its plan was put on: adapters that were loaded, fused or tuned.
+"""Check whether adapters were loaded, fused or changed on a component after its plan was applied.
 
 A plan scales weights; adapters that are loaded afterwards take the exponents of those by themselves
 (`adapters`). Other modules that add to what is scaled make a picture that is wrong without being
@@ -37,11 +37,12 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class ActiveAdapter:
-    """One adapter in a component, over all layers that have it.
+    """One adapter of a component, summarised over all layers that have it.
 
     Attributes:
-        active, merged: in how many of them it is used, or merged into the weight.
-        strengths: its scales, sorted.
+        layers: number of layers that have it.
+        active, merged: number of these layers that use it, or have it merged into their weight.
+        strengths: its distinct scales, sorted.
     """
 
     layers: int
@@ -52,10 +53,12 @@ class ActiveAdapter:
 
 @dataclass(frozen=True)
 class Structure:
-    """What a component is made of.
+    """The structure of a component: its modules and adapters, without weights.
 
     Attributes:
-        classes: of all its modules, in their order.
+        classes: of all its modules, in order.
+        adapters: adapter name → its state.
+        fused: names of the LoRAs that the pipeline has fused.
     """
 
     classes: tuple[type, ...]
@@ -64,9 +67,9 @@ class Structure:
 
 
 def read_structure(module: torch.nn.Module, pipe: Any) -> Structure:
-    """Read the modules and adapters of a component; adapter layers are known by their attributes.
+    """Read the modules and adapters of a component; PEFT's layers are recognised by their attributes.
 
-    Wrappers by `torch.compile` are left out.
+    Wrappers of `torch.compile` are left out.
     """
     modules = tuple(x for x in module.modules() if "_orig_mod" not in x._modules)
     layers = [layer for layer in modules if hasattr(layer, "merged_adapters")]
@@ -87,7 +90,7 @@ def _read_adapter(name: str, layers: list[Any]) -> ActiveAdapter:
 
 
 def list_new(before: Structure, after: Structure, module: torch.nn.Module) -> Iterator[str]:
-    """Yield, as parts of a sentence, new adapters that lack their layers' exponents, and other modules."""
+    """Yield clauses for a message: new adapters that lack their layers' exponents, and changed modules."""
     for name, why in sorted(list_misfitting(module).items()):
         if name not in before.adapters:
             layers = after.adapters[name].layers
@@ -99,11 +102,14 @@ def list_new(before: Structure, after: Structure, module: torch.nn.Module) -> It
 def list_grown(
     module: torch.nn.Module, names: Collection[str], headroom_bits: float, certified: bool
 ) -> Iterator[str]:
-    """Yield, as parts of a sentence, adapters that add more than the headroom in bits allows.
+    """Yield clauses for a message: adapters that add more than the plan's headroom allows.
 
-    The component was not measured with them. If it is certified, yield each other adapter in use too.
+    Args:
+        names: adapters that the plan was made without.
+        certified: whether the plan rests on bounds; then each other adapter that changes a layer is
+            yielded too, as not covered by the certificate.
 
-    Cost: for each of their layers a few products of its weight with a vector, and a host read.
+    Cost: for each layer of the adapters, a few products of its weight with a vector, and a host read.
     """
     for name in sorted(names):
         bits, path = measure_growth(module, name)
@@ -117,7 +123,7 @@ def list_grown(
 
 
 def list_tuned(before: Structure, after: Structure, planned: Set[str]) -> Iterator[str]:
-    """Yield, as parts of a sentence, changes to the adapters that the exponents were found with."""
+    """Yield clauses for a message: changes to the adapters that the exponents were found with."""
     for name in planned & before.adapters.keys():
         then = before.adapters[name]
         now = after.adapters.get(name)
@@ -134,9 +140,9 @@ def _show(adapter: ActiveAdapter) -> str:
 
 
 def watch_adapters(pipe: Any, plan: Plan, patches: Patches) -> None:
-    """Compare the planned components with their present state, at each call of them.
+    """Check, at each call of a component in fp16, that its modules and adapters are those of the plan.
 
-    Cost: one walk over the modules for each call; no device is asked.
+    Cost: one pass over the modules for each call, without a device synchronisation.
     """
     entries = {x.component: x for x in plan.components if x.precision == "fp16"}
     posts = {name: _Post(pipe, entry) for name, entry in entries.items()}
@@ -149,7 +155,7 @@ def watch_adapters(pipe: Any, plan: Plan, patches: Patches) -> None:
 
 
 class _Post:
-    """Intercepts one component call; knows what the component was when it was put there."""
+    """A layer around a component's calls that compares its structure with the one its plan was put on."""
 
     def __init__(self, pipe: Any, entry: ComponentPlan) -> None:
         self.pipe, self.entry = pipe, entry

@@ -1,4 +1,4 @@
-"""`apply_plan`: a plan put on a pipeline, after a look whether it belongs there; taken off exactly.
+"""`apply_plan`: apply a plan to a pipeline after checking that it belongs there, and undo it exactly.
 
 If a call fails because a component was cast after its plan was put on (`pipe.unet.float()`), the dtypes
 of all components are compared with those that the plan left, and the error names the cast.
@@ -79,15 +79,15 @@ _REMEDY = "Load the checkpoint in fp32 without adapters, or make a plan: stopdow
 
 
 class AppliedEntry(SameInCopies):
-    """A component's entry on its module, found there by a guard that is put on later.
+    """A plan's entry for a component, as it is applied to the component's module.
 
-    The guard takes it off for a repair, in whose place it comes back.
+    A guard finds it on the module. It removes the entry for a repair, and applies it again afterwards.
 
     Attributes:
-        plan: that the entry is of.
-        patches: what is on the module: the entry, or a guard's repairs in its place.
-        is_over: it does not come back.
-        help: who helps its calls while no guard does.
+        plan: the plan with the entry.
+        patches: changes to the module: the entry, or a guard's repairs in its place.
+        is_over: the entry was removed for good.
+        help: options of the watch on the module's calls while no guard is active.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class AppliedEntry(SameInCopies):
     ) -> None:
         """
         Args:
-            put: puts the entry on the module; called again when it comes back.
+            put: applies the entry to the module; called again after a repair.
         """
         self.module, self.entry, self._put = module, entry, put
         self.plan, self.patches, self.is_over = Plan(""), Patches(), False
         self.help = WatchOptions(entry.component)
 
     def put_on(self) -> AppliedEntry:
-        """Put the entry on; other threads' calls of the module are over before. It comes back itself."""
+        """Wait for other threads' calls of the module to finish, apply the entry, and return `self`."""
         if self.is_over:
             return self
         with find_lock(self.module).changing():
@@ -115,7 +115,7 @@ class AppliedEntry(SameInCopies):
         return self
 
     def undo(self) -> None:
-        """Take the entry or the repairs off the module, for good."""
+        """Remove the entry, or the repairs in its place, from the module for good."""
         self.is_over = True
         if self.patches:
             with find_lock(self.module).changing():
@@ -123,13 +123,13 @@ class AppliedEntry(SameInCopies):
 
 
 def find_applied(module: torch.nn.Module) -> AppliedEntry | None:
-    """Return the entry that is on a module; None under a repair, and where no plan is on."""
+    """Return the plan entry applied to a module; None if there is none, or while a repair replaces it."""
     found = vars(module).get(PLANNED)
     return found if isinstance(found, AppliedEntry) and found.module is module else None
 
 
 def join_plans(plans: Sequence[Plan]) -> Plan | None:
-    """Return the plan of a program whose components have these; None if they are of several programs."""
+    """Merge the plans of a program's components into one plan; return None if their sources differ."""
     if len({(x.source, x.fingerprint) for x in plans}) != 1:
         return None
     if all(plan is plans[0] for plan in plans):
@@ -140,14 +140,14 @@ def join_plans(plans: Sequence[Plan]) -> Plan | None:
 
 @dataclass(eq=False, repr=False)
 class AppliedPlan:
-    """A plan on a program, whatever put it there; `undo` takes it off.
+    """A plan that is applied to a pipeline or another program; `undo` removes it.
 
     Attributes:
-        decisions: how each component call runs, as records have it.
-        patches: what is around the component calls: casts, checks; and the second copy of an autoencoder
-            whose directions differ.
-        entries: component to what is on its module.
-        offloader: keeps runs within a limit while it is entered; None where nothing has to.
+        decisions: how each component call runs, as written to records.
+        patches: casts and checks around the component calls, and the second copy of an autoencoder whose
+            two directions run in different precisions.
+        entries: component → the entry applied to its module.
+        offloader: keeps runs within a memory limit while it is entered; None without a limit.
     """
 
     pipe: Any
@@ -163,12 +163,12 @@ class AppliedPlan:
         )
 
     def end(self) -> None:
-        """Have a guard that is removed leave the components without their entries."""
+        """Mark all entries as over, so that a guard that is removed doesn't apply them again."""
         for entry in self.entries.values():
             entry.is_over = True
 
     def undo(self) -> None:
-        """Restore the pipeline, to the last bit where its old weights were held. Harmless when repeated."""
+        """Restore the pipeline, bit for bit if its old weights were kept. A second call does nothing."""
         self.patches.undo()
         for entry in reversed(self.entries.values()):
             entry.undo()
@@ -181,24 +181,24 @@ class AppliedPlan:
 
 
 def apply_plan(pipe: Any, plan: Plan | str | Path, *, cast: bool = True) -> AppliedPlan:
-    """Put a plan on a pipeline in place: exponents are folded in, components cast.
+    """Apply a plan to a pipeline in place: fold exponents into the weights, and cast components.
 
-    What the authors of a class keep in fp32 (T5's `wo`) is cast as well: the exponents make it fit.
+    Modules that a class's authors keep in fp32 (T5's `wo`) are cast as well; the exponents make them fit.
 
     Args:
-        pipe: a Diffusers pipeline of the plan's checkpoint, in fp32 or as stored, on any device; or the
-            program of another kind that the plan was made for, as `guard` takes it.
+        pipe: a Diffusers pipeline of the plan's checkpoint, in fp32 or as stored, on any device; or
+            another object that `guard` accepts, if the plan was made for it.
         plan: a `Plan`, or the path of its file.
-        cast: False folds alone: every dtype stays, and in fp32 so does every bit of the outputs.
+        cast: False only folds: every dtype stays, and in fp32 so does every bit of the outputs.
 
     Returns:
-        A handle with `.undo()`, also a context manager. The old weights are held for as long as the plan
-        is on, for calls that it does not hold for; `load` does not hold them.
+        A handle with `.undo()`, also a context manager. The old weights stay in memory while the plan is
+        applied, for calls that it doesn't cover; `load` doesn't keep them.
 
     Raises:
-        PlanError: the plan does not belong to this pipeline, with all that differs. Nothing was
+        PlanError: the plan doesn't belong to this pipeline; the message lists all differences. Nothing was
             changed.
-        InputError: the file holds no plan, or what was given holds no module.
+        InputError: the file isn't a plan, or `pipe` has no modules.
     """
     find_parts(pipe)
     plan = take_plan(plan)
@@ -213,12 +213,14 @@ def put_plan(
     *,
     casts: bool = True,
 ) -> AppliedPlan:
-    """Put a plan's entries on their components, and then the layers around the calls; all loads do.
+    """Apply a plan's entries to their components, then add the layers around their calls.
+
+    All ways of loading a pipeline with a plan call this.
 
     Args:
-        put: puts an entry on a module in memory (`apply_entry`), or on its weights as they are read
+        put: applies an entry to a module in memory (`apply_entry`), or to its weights as they are read
             (`load_entry`).
-        casts: False leaves out the layers around the calls, except for the watch of adapters.
+        casts: False leaves out the layers around the calls, except for the check of adapters.
     """
     applied = AppliedPlan(pipe, plan)
     try:
@@ -266,7 +268,10 @@ def apply_entry(
     fold: bool = True,
     savers: tuple[str, ...] = (),
 ) -> AppliedEntry:
-    """Put one component's entry on it, as `apply_precision` does."""
+    """Apply a plan's entry to its component, and return the handle that removes it.
+
+    Args: as for `apply_precision`.
+    """
     put = functools.partial(_put_entry, module, entry, cast, fold, savers)
     return AppliedEntry(module, entry, put).put_on()
 
@@ -302,16 +307,18 @@ def apply_precision(
     watch: WatchOptions | None = None,
     savers: tuple[str, ...] = (),
 ) -> None:
-    """Fold one component's exponents and cast it; the only way in which a plan or a repair does so.
+    """Fold exponents into one component and cast it; every plan and every repair uses this function.
 
-    From then on its calls are watched: those that the exponents do not hold for are refused.
+    From then on its calls are watched: those that the exponents don't hold for are refused.
 
     Args:
-        scaling: its exponents, fp32 layers and streams; None casts it as if it had been loaded so, and
-            what its authors keep in fp32 stays.
-        cast: False folds alone.
-        fold: False where there are no weights: exponents are left out.
-        savers: packages that may take the weights.
+        precision: name of the format to cast to.
+        scaling: exponents, fp32 layers and streams. None casts the component as if it had been loaded in
+            the precision; modules that its authors keep in fp32 stay so.
+        cast: False only folds.
+        fold: False for a module without weights: exponents are left out.
+        watch: options of the watch on its calls.
+        savers: packages that may read the scaled weights from its state dict.
     """
     _watch_saving(module, scaling if fold else None, patches, savers)
     if PLANNED not in vars(module):
@@ -324,7 +331,7 @@ def apply_precision(
 
 
 class _Pickling(CopyHook):
-    """In the place of a module's `__reduce_ex__`: it is copied, and not pickled."""
+    """A replacement of a module's `__reduce_ex__` that allows copies and refuses pickling."""
 
     def pickle(self, protocol: Any) -> Any:
         raise PlanError(
@@ -367,10 +374,10 @@ def _watch_saving(
     patches: Patches,
     savers: tuple[str, ...] = (),
 ) -> None:
-    """Refuse to pickle or save a module, and an IP-Adapter; warn once when scaled weights are taken.
+    """Refuse to pickle or save a module or to load an IP-Adapter; warn once if its state dict is read.
 
     Args:
-        savers: packages that may take them.
+        savers: packages that may read the scaled weights.
     """
     is_changed = scaling is not None and (scaling.exponents or has_more_than_folds(scaling))
     if is_changed and not savers and hasattr(module, "save_pretrained"):
@@ -423,7 +430,7 @@ def _put_precision(
 
 
 def apply_without_weights(skeleton: Any, plan: Plan) -> None:
-    """Cast a pipeline without weights as a plan would: fp32 modules, residual streams, casts of arguments.
+    """Apply a plan to a pipeline without weights: fp32 modules, residual streams, casts of arguments.
 
     Args:
         skeleton: from `build_skeleton` or `copy_skeleton`, in fp32; it is changed for good.
@@ -435,13 +442,12 @@ def apply_without_weights(skeleton: Any, plan: Plan) -> None:
 
 
 def put_boundaries(pipe: Any, plan: Plan, patches: Patches, *, keeps_upcast: bool = False) -> None:
-    """Cast arguments at each component call, but for values that the component's format cannot hold.
+    """Cast the arguments of each component call to its precision, unless that can't represent the values.
 
-    The same on every way in: with exponents or without, and for a pipeline that was loaded as a whole or by
-    component. Entries may be those of single calls, such as `vae.decode`.
+    Plans with and without exponents use this. Entries may be those of single calls, such as `vae.decode`.
 
     Args:
-        keeps_upcast: let a pipeline bring an autoencoder to fp32 whose configuration asks for that.
+        keeps_upcast: let a pipeline cast an autoencoder to fp32 if its config has `force_upcast`.
     """
     dtypes = {
         entry.component: FORMATS[entry.precision].torch_dtype
@@ -486,7 +492,7 @@ def _returns_wide(entry: ComponentPlan) -> bool:
 
 
 def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:
-    """Put torch's switch for sums where the plan wants it, during each component's calls and no longer."""
+    """Set PyTorch's switch for fp16 accumulation as the plan says, only during each component's calls."""
     wanted = {x.component: x.accumulation for x in plan.components if x.accumulation is not None}
 
     def put(callee: Callee, layers: Patches) -> None:
@@ -509,7 +515,7 @@ def _find(program: Any, name: str) -> torch.nn.Module:
 
 
 def compare_versions(plan: Plan) -> Iterator[str]:
-    """Yield the packages with another version than at the making of a plan, each as a clause."""
+    """Yield a clause for each package whose version differs from the one that the plan was made with."""
     installed = read_class_versions()
     for name in sorted(plan.versions.keys() | installed.keys()):
         then, now = plan.versions.get(name, "none"), installed.get(name, "none")
@@ -518,7 +524,7 @@ def compare_versions(plan: Plan) -> Iterator[str]:
 
 
 def compare_components(pipe: Any, plan: Plan) -> Iterator[str]:
-    """Yield how components differ from those that a plan was made for, each as a clause."""
+    """Yield a clause for each difference between a pipeline's components and those of a plan."""
     planned = {entry.component: entry for entry in plan.components}
     found_here = {name: find_component(pipe, name) for name in planned}
     modules = {name: module for name, module in found_here.items() if module is not None}
@@ -548,8 +554,8 @@ def check_source(plan: Plan, source: Source, *, with_weights: bool = True) -> No
     """Refuse a plan for another checkpoint or version, before anything is loaded.
 
     Args:
-        with_weights: False where there are none here; classes of components are compared then, as for a
-            plan that was made in memory.
+        with_weights: False if the source's weights aren't on this machine. Only the components' classes are
+            compared then, as for a plan that was made in memory.
     """
     differences = list(compare_versions(plan))
     if not (with_weights and plan.fingerprint):
@@ -566,7 +572,7 @@ def check_source(plan: Plan, source: Source, *, with_weights: bool = True) -> No
 
 
 def leaves_loras(plan: Plan, source: Source) -> bool:
-    """Return whether a plan is for a source without its LoRAs, which then take its exponents."""
+    """Return whether a plan was made for a source without its LoRAs, so that they adopt its exponents."""
     bare = dataclasses.replace(source, loras=())
     return bool(source.loras) and plan.fingerprint == fingerprint(bare)
 
@@ -597,12 +603,14 @@ def load_entry(
     put: Callable[[torch.Tensor, StoredWeight], None] = put_,
     savers: tuple[str, ...] = (),
 ) -> AppliedEntry:
-    """Put one component's entry on its weights as they are read; old weights are not held.
+    """Apply a plan's entry to a component's weights as they are read, without keeping the old weights.
 
-    What comes off and back is a module in memory: `apply_precision` puts it on again.
+    If the entry is removed and applied again, the weights are in memory, and `apply_precision` does it.
 
     Args:
-        put: given each weight and what it becomes; by default it is folded and cast now.
+        put: receives each parameter and the stored weight that it becomes; by default it is scaled and
+            cast at once.
+        savers: packages that may read the scaled weights from the state dict.
     """
     first = [put]
 
@@ -638,7 +646,7 @@ def _load_precision(
 
 
 def explain_foreign_casts(pipe: Any, plan: Plan, patches: Patches) -> None:
-    """Explain failing calls of a planned pipeline by casts that happened since."""
+    """If a call fails because a component was cast after its plan was applied, name that cast."""
     entries = {name_component(entry.component) for entry in plan.components}
     modules = {name: x for name, x in find_components(pipe).items() if name in entries}
     known = {name: _read_dtypes(module) for name, module in modules.items()}
@@ -668,7 +676,7 @@ def explain_foreign_casts(pipe: Any, plan: Plan, patches: Patches) -> None:
 def _find_cast(
     modules: dict[str, torch.nn.Module], known: dict[str, dict[str, torch.dtype]]
 ) -> str:
-    """Return the first component that has other dtypes than its plan left, in words; "" for none."""
+    """Describe the first component whose dtypes aren't those that its plan left; return "" for none."""
     for name, module in modules.items():
         for key, dtype in _read_dtypes(module).items():
             if known[name].get(key, dtype) != dtype:

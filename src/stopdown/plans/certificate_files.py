@@ -1,7 +1,7 @@
-"""`write_certificate`: what a plan's bounds rest on, as a file that `stopdown-verify` checks by itself.
+"""`write_certificate`: write the proof of a plan's bounds to a file that `stopdown-verify` can check.
 
-The graphs that the plan was made for are put into the few rules of `stopdown_verify`
-(`scaling/certificate_graphs`), whose own derivation then fills in each bound.
+The graphs that the plan was made for are translated into the few rules of `stopdown_verify`
+(`scaling/certificate_graphs`), which then derives each bound by itself.
 
 Not covered: single files, models with LoRAs, and classes that rename their weights.
 """
@@ -39,11 +39,12 @@ def write_certificate(
     """Write the certificate of a plan that rests on bounds; return its content.
 
     Args:
-        plan: of this source, made from its weights alone.
+        plan: made from this source's weights alone.
         source: a folder with a whole pipeline.
-        traced: the components' calls, as `certify_plan` has captured them.
+        path: of the JSON file.
+        traced: component → its calls, as `certify_plan` captured them.
 
-    Cost: a check of the file: some passes over the weights. A component whose plan was kept is captured.
+    Cost: a check of the file: some passes over the weights. A component whose plan was cached is captured.
     """
     whole = complete_source(source)
     if source.kind not in ("folder", "hub", "bundled") or source.loras:
@@ -92,7 +93,13 @@ def export_calls(
     files: Sequence[str],
     load: Load,
 ) -> dict[str, Any]:
-    """Put captured calls of a component into the rules of the checker, which has yet to fill in bounds."""
+    """Translate a component's captured calls into rules of `stopdown_verify`, without bounds.
+
+    Args:
+        captured: each capture with its call's arguments.
+        folder: the pipeline's folder.
+        files: names of the component's weight files.
+    """
     tensors = stopdown_verify.open_weights(folder / entry.component, files, {})
     made = export_graphs(module, entry.in_force, captured, tensors, find_tied(module), load)
     return {

@@ -1,16 +1,16 @@
-"""`certify_plan` and `certify_program`: a plan from weights alone, read tensor by tensor; nothing is run.
+"""`certify_plan` and `certify_program`: make a plan from weights alone, read tensor by tensor.
 
-The pipeline is built without weights and its own code is run once, dry, so each component is captured
-with the arguments that the pipeline gives it. Bounds are then carried through the graphs while the
-weights stream by, one at a time, and exponents are chosen that no input within the limits overflows.
-A single file is loaded as it is stored, because its tensors are not those of the model. So is a component
-whose class renames them. A model with LoRAs is loaded as it is stored, so that what they add is in the
-bounds.
-A pipeline that is loaded already is run dry as well; of a program that is no pipeline, the run is stopped
-at the first call of each component.
+The pipeline is built without weights, and a dry run of its code yields the arguments with which each
+component is captured. Bounds are then propagated through the graphs while the weights are read one at a
+time, and exponents are chosen with which no input within the limits overflows.
+A single file is loaded as it is stored, because its tensors differ from the model's. So is a component
+whose class renames its tensors. A model with LoRAs is loaded as it is stored, so that the bounds include
+them.
+A loaded pipeline is run dry as well. A program that isn't a pipeline is run until the first call of each
+component.
 
 Not covered: resolutions beyond the pipeline's default in models with group norms, and components
-that the pipeline does not call.
+that the pipeline doesn't call.
 """
 
 from __future__ import annotations
@@ -104,12 +104,15 @@ def load_stored(
     make_buffers: Callable[[], Mapping[str, torch.Tensor]],
     name: str,
 ) -> torch.Tensor:
-    """Load a tensor of a component as it is stored; one is in memory at a time.
+    """Load a component's tensor by its name, in its stored format.
 
     Args:
-        held: name of a stored tensor to its opened file, or to itself where it is loaded.
-        aliases: name of a parameter to the names that the same tensor has.
-        make_buffers: returns the tensors that no file holds: tables that the code makes for itself.
+        held: name of a stored tensor → the opened file, or the tensor if it's loaded already.
+        aliases: parameter → all names of its tensor.
+        make_buffers: returns the tensors that aren't in any file, such as tables that the model computes.
+
+    Raises:
+        SourceError: the tensor doesn't exist.
     """
     for known in (name, *aliases.get(name, ())):
         if known in held:
@@ -127,13 +130,13 @@ def load_stored(
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """What of a model is certified.
+    """The components of a model to certify, and whether to cache them.
 
     Attributes:
-        only: components of a folder that are planned; none for all. The others may have no weights.
-        calls: of each component, where no pipeline makes them.
-        keeps: each component is kept once it is planned, and what was kept is taken: a run that was
-            interrupted goes on there, and models that share an encoder plan it once.
+        only: components of a folder to plan; empty for all. The others may have no weights.
+        calls: component → its calls, if no pipeline makes them.
+        keeps: cache each component's plan and reuse cached ones, so that an interrupted run continues, and
+            models that share an encoder plan it once.
     """
 
     only: Collection[str] = ()
@@ -152,27 +155,27 @@ def certify_plan(
     scope: Scope | None = None,
     traced: dict[str, TracedCalls] | None = None,
 ) -> Plan:
-    """Make a plan from the weights of a model; its exponents rest on bounds.
+    """Make a plan from the weights of a model, with exponents that rest on bounds.
 
     Args:
-        source: Diffusers folder, Hub id, bundled model, or single file; one with parts of a pipeline is
-            planned for these.
+        source: Diffusers folder, Hub id, bundled model, or single file; of a file with some components of
+            a pipeline, these are planned.
         precision: `fp16`, or components with another precision: `text_encoder=fp32`.
-        request: picture or video that the pipeline starts from; sizes are its defaults.
-        residual: `fp32` keeps the residual stream of each component in fp32 where its architecture
-            allows it. Its bounds, the loosest of all, then scale nothing down.
-        device: where the plan is used: parts that cannot run in fp16 run in bf16 only if the device is
-            fast in it. None is a device that is.
-        progress: told of stage, what, done and total: tensors that were read.
-        scope: None plans all components, and keeps none.
-        traced: receives the calls of each component with their captures, which `write_certificate` takes.
+        request: picture or video that the pipeline starts from; sizes are the pipeline's defaults.
+        residual: `fp32` keeps each component's residual stream in fp32 if its architecture allows it. Its
+            bounds, the loosest of all, then scale nothing down.
+        device: on which the plan is used: components that can't run in fp16 run in bf16 only if the device
+            is fast in it. None means a fast one.
+        progress: called with stage, component, and the tensors read and in total.
+        scope: None plans all components without a cache.
+        traced: receives each component's calls with their captures, for `write_certificate`.
 
     Raises:
         OptionError: the precision needs no plan, or names an unknown component; the residual is unknown.
         SourceError: the model is missing, damaged or refused.
 
-    Cost: captures of seconds, and one pass over the weights for each kind of call; a single file in memory
-    as it is stored.
+    Cost: captures (seconds), and one pass over the weights for each kind of call; a single file is held in
+    memory in its stored format.
     """
     started, scope = time.perf_counter(), scope or Scope()
     others, stream = parse_fp16(precision, "A certificate"), check_residual(residual)
@@ -216,18 +219,18 @@ def certify_program(
     residual: str = "fp32",
     progress: Progress | None = None,
 ) -> Plan:
-    """Find or make the plan of a loaded pipeline or other program, from its weights.
+    """Make the plan of a loaded pipeline or other program from its weights, or return the cached one.
 
-    A plan is kept for these weights, and for the graphs and sizes of these calls. What cannot be planned is
-    left as it is loaded.
+    A cached plan is reused for the same weights and for calls with the same graphs and sizes. Components
+    that can't be planned stay in the precision in which they are loaded.
 
     Args:
-        run: runs a program that is no pipeline once. It ends at the first call of each component, and
-            begins anew with the next one.
-        arguments: of a pipeline's call, which is run dry; None for its defaults.
-        residual: as of `certify_plan`.
+        run: runs a program that isn't a pipeline once. It's stopped at the first call of a component,
+            and called again for the next component.
+        arguments: of a pipeline's call, for a dry run; None for its defaults.
+        residual: as for `certify_plan`.
 
-    Cost: captures of seconds, and one pass over the weights, the first time.
+    Cost: the first time, captures (seconds) and one pass over the weights.
     """
     started, unseen, stream = time.perf_counter(), "", check_residual(residual)
     hands_over = False
@@ -277,13 +280,13 @@ def certify_program(
 
 
 def _bring_bare(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a module whose weights are on the host, or a copy of it without weights."""
+    """Return a module whose weights are on the host; for one on a device, a host copy without weights."""
     places = {x.device.type for x in name_parameters(module).values()}
     return module if places <= {"cpu", "meta"} else copy_to_host(module)
 
 
 def _trace_bare(module: torch.nn.Module, made: Sequence[ComponentCall]) -> TracedCalls:
-    """Bind calls to a module as it is beneath a guard."""
+    """Bind calls to a module without the patches that a guard has put on it."""
     with bared(module):
         return TracedCalls(module, made)
 
@@ -291,10 +294,10 @@ def _trace_bare(module: torch.nn.Module, made: Sequence[ComponentCall]) -> Trace
 def _sign_program(
     modules: Mapping[str, torch.nn.Module], traced: Mapping[str, TracedCalls], known: object
 ) -> str:
-    """Return the key under which a program's plan is kept, "" where a call cannot be captured.
+    """Return the key under which a program's plan is cached; "" if a call can't be captured.
 
-    Code is compared by the graphs that it gives: closures, functions of other modules and tables in plain
-    attributes are in them.
+    Code is identified by its captured graphs, which include closures, functions of other modules and
+    tables in plain attributes.
     """
     weights = [(name, type(x).__name__, sample_weights(x)) for name, x in modules.items()]
     signs: list[object] = [known, weights]
@@ -308,7 +311,7 @@ def _sign_program(
 
 
 def _hands_over(calls: Mapping[str, Sequence[ComponentCall]]) -> bool:
-    """Return whether an encoder returns hidden states, as in `certify_component`."""
+    """Return whether the pipeline asks an encoder for hidden states (`output_hidden_states`)."""
     recorded = [call for made in calls.values() for call in made]
     return any(call.kwargs.get("output_hidden_states") for call in recorded)
 
@@ -325,7 +328,7 @@ def _read_call_sizes(calls: Sequence[ComponentCall]) -> list[Any]:
 
 
 def list_planned(source: Source) -> list[str]:
-    """List the components with weights that a completed source holds."""
+    """List the components of a completed source that have weights."""
     held = [part.name for part in source.parts] or list(source.components)
     return [
         name for name in held if source.has_weights(name) and (source.described / name).is_dir()
@@ -334,11 +337,14 @@ def list_planned(source: Source) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """What all components of a plan share.
+    """The options that all components of a plan share.
 
-    `stored` counts the bytes of each format; `others` are planned in another precision; `unseen` says why
-    calls of some are not known; `hands_over` is as of `certify_component`; `left` is the precision of what
-    cannot be planned, "" by what is stored.
+    Attributes:
+        stored: component → format → bytes on disk.
+        others: component → another precision than fp16.
+        unseen: the reason why a dry run ended early, so that calls may be missing.
+        hands_over: as for `certify_component`.
+        left: precision of components that can't be planned; "" chooses it by their stored format.
     """
 
     stored: Mapping[str, Mapping[str, int]]
@@ -353,7 +359,7 @@ class _Context:
 
 @dataclasses.dataclass
 class _Components:
-    """The components of a model, and the plan of each that has one by now."""
+    """The components of a model, and in `made` the entries of those that are planned already."""
 
     context: _Context
     source: Source
@@ -363,7 +369,9 @@ class _Components:
     made: dict[str, ComponentPlan] = dataclasses.field(default_factory=dict)
 
     def plan(self, whole: Source) -> list[ComponentPlan]:
-        """Plan components not kept yet: the largest one here, the others in a process beside this one.
+        """Return the entries of all components; plan those that aren't cached.
+
+        A second process plans all but the largest, if that's worthwhile.
 
         Args:
             whole: the model with all of its components.
@@ -385,7 +393,7 @@ class _Components:
         return [self.made[name] for name in self.traced]
 
     def _take_kept(self) -> list[str]:
-        """Take plans that were kept, and return the components that have none."""
+        """Use cached plans, and return the components that have none."""
         for name, key in self.keys.items():
             if name not in self.made and name not in self.context.others:
                 kept = read_cached_plan(key)
@@ -430,7 +438,7 @@ def _plan_component(
 
 
 def _scale_near(context: _Context, traced: TracedCalls, load: Load) -> Scaling:
-    """Scale a component as `certify_component` does, on an accelerator while its memory allows."""
+    """Call `certify_component` with large weights on an accelerator; on the CPU if its memory runs out."""
     scale = functools.partial(
         certify_component, traced, context.residual, hands_over=context.hands_over
     )
@@ -446,7 +454,10 @@ def _scale_near(context: _Context, traced: TracedCalls, load: Load) -> Scaling:
 
 
 def suggest_stream(scaling: Scaling, residual: str) -> tuple[str, ...]:
-    """Suggest a more precise plan if bounds scale values of size 1 below fp16's normal numbers."""
+    """Suggest an fp32 residual stream if bounds scale values of size 1 below fp16's normal numbers.
+
+    Return the suggestion as a note, or no notes.
+    """
     lowest = min((entry for pair in scaling.layers.values() for entry in pair), default=0)
     if residual != "native" or 2.0**lowest >= FORMATS["fp16"].smallest_normal:
         return ()
@@ -463,7 +474,13 @@ def open_component(
     module: torch.nn.Module,
     loaded: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[Load]:
-    """Yield a loader of a component's tensors; the system reads files in the order of the module."""
+    """Open a component's weight files and yield a function that loads a tensor by its name.
+
+    The files are read ahead in the order of the module's parameters.
+
+    Args:
+        loaded: its tensors by name if they are in memory already; no file is opened then.
+    """
     held: dict[str, Any] = dict(loaded or {})
     parts: dict[str, ByteRange] = {}
     buffers = functools.cache(lambda: name_parameters(_make(source, name)))
@@ -491,7 +508,7 @@ def open_component(
 
 
 def find_tied_names(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """Map each parameter to all names of its tensor; tied parameters have several."""
+    """Map the first name of each parameter to all names of its tensor; tied parameters have several."""
     names: dict[int, list[str]] = {}
     for key, tensor in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(key)
@@ -499,7 +516,7 @@ def find_tied_names(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _is_plain(source: Source, name: str) -> bool:
-    """Return whether a component's weights are read without a quantizer, by its configuration."""
+    """Return whether a component's config has no `quantization_config`."""
     config = read_description(source.described / name / "config.json")
     return config.get("quantization_config") is None
 
@@ -519,9 +536,9 @@ def _fits(
 
 
 def build_with_tables(source: Source, name: str) -> torch.nn.Module:
-    """Build one component of a source on fake fp16 tensors, except for tensors in its plain attributes.
+    """Build a component with fake fp16 weights, but real tensors in its plain attributes.
 
-    These are computed when the module is made. They are constants of a graph, and have their values.
+    Such tables are computed when the module is made; they are constants of a captured graph.
     """
     module = build_empty_component(source, name, torch.float16, keep_fp32=False)
     paths = {part: path for path, part in module.named_modules()}
@@ -539,7 +556,7 @@ def build_with_tables(source: Source, name: str) -> torch.nn.Module:
 
 
 def _make(source: Source, name: str) -> torch.nn.Module:
-    """Build the component with its parameters on `meta`, and its tables with their real values."""
+    """Build a component with its parameters on `meta` and its buffers and tables with real values."""
     from accelerate import init_empty_weights
 
     with init_empty_weights():
@@ -547,7 +564,7 @@ def _make(source: Source, name: str) -> torch.nn.Module:
 
 
 class _TensorReader:
-    """Loads tensors of a component, keeps samples of each for its hash, and tells how many were read."""
+    """A tensor loader that samples each tensor for the component's hash and reports progress."""
 
     def __init__(
         self, load: Load, name: str, module: torch.nn.Module, progress: Progress | None
@@ -566,7 +583,7 @@ class _TensorReader:
         return tensor
 
     def hash_samples(self) -> str:
-        """Return the hash of the component's weights (`sample_weights`); read those not requested yet."""
+        """Return the hash of the component's weights (`sample_weights`); load those not loaded yet."""
         for name in self._names:
             if name not in self._samples:
                 self(name)
@@ -574,7 +591,7 @@ class _TensorReader:
 
 
 class TracedCalls:
-    """Calls of one component and their captures, each made once."""
+    """The calls of one component, with their captures, each of which is made once."""
 
     def __init__(self, module: torch.nn.Module, made: Sequence[ComponentCall]) -> None:
         self.module = module
@@ -585,7 +602,7 @@ class TracedCalls:
     def capture(
         self, stream: ResidualStream | None
     ) -> list[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]]:
-        """Capture the calls with the stream that they are planned for, each with its arguments.
+        """Return each call's capture for a residual stream, with the call's arguments.
 
         Cost: a capture for each call (seconds) that has none yet.
         """
@@ -613,11 +630,14 @@ def certify_component(
     *,
     hands_over: bool,
 ) -> Scaling:
-    """Find exponents with the requested residual stream, else with the model's own.
+    """Find a component's exponents from bounds, with an fp32 residual stream if requested and possible.
 
     Args:
+        traced: its calls.
+        residual: `native` or `fp32`.
+        load: returns a weight by its name.
         hands_over: an encoder of the pipeline returns hidden states, which no norm has made small. Outputs
-            of encoders may then have any value that fp16 holds, if exponents for that cost nothing.
+            of encoders are then assumed to have any fp16 value, if exponents for that cost nothing.
     """
     module = traced.module
 
@@ -640,7 +660,10 @@ def certify_component(
 
 
 def _price(scaling: Scaling) -> tuple[float, ...]:
-    """Return the cost of exponents: work in fp32, multiplies, values without a bound, digits of weights."""
+    """Return the cost of exponents as a sort key.
+
+    In order: FLOPs and modules in fp32, multiplies, values without a bound, and bits scaled down.
+    """
     lowest = min((entry for pair in scaling.layers.values() for entry in pair), default=0)
     rest = scaling.values - scaling.bounded
     return (scaling.fp32_flops, len(scaling.fp32_modules), len(scaling.multiplies), rest, -lowest)

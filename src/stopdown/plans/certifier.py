@@ -1,7 +1,7 @@
-"""A process beside this one that plans components of a model, while this one downloads or plans others.
+"""A second process that plans components of a model while the main one downloads or plans others.
 
-It keeps each plan that it makes, so `certify_plan` finds it there. If it fails or is late, nothing is lost
-but time. It shares the processor: each of the two has half of the threads until one of them ends.
+It caches each plan that it makes, so that `certify_plan` finds it. If it fails or is late, only time is
+lost. If both processes compute, each has half of the threads until one of them ends.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from stopdown.sources.source import Source
 PROGRAM = "stopdown.plans.certifier_process"
 
 WORTH_BYTES = 1 << 30
-"""Fewer bytes of weights are planned before another process has imported what it needs."""
+"""Least bytes of weights that are worth a second process; fewer are planned before it has started."""
 
 ROOM_BYTES = 4 << 30
-"""Host memory that has to be free: what two processes hold of weights, and the libraries once more."""
+"""Free host memory that a second process needs: for weights in both, and for its libraries."""
 
 
 class Certifier:
-    """Plans components in a process of its own, from entering to leaving.
+    """A context manager that plans components in a second process, which ends with the `with` block.
 
     Args:
-        source: a folder or Hub id, with its class of pipeline.
-        components: in the order in which they are planned; none begins no process.
-        residual: as of `certify_plan`.
-        shares: this process computes as well.
+        source: a folder or Hub id, with its pipeline class.
+        components: names in the order in which they are planned; if empty, no process is started.
+        residual: as for `certify_plan`.
+        shares: whether this process computes as well, so that each gets half of the threads.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Certifier:
             self._take_threads()
 
     def _tell(self, line: str) -> None:
-        """Write a line to the process, unbuffered: nothing is left to write when the pipe is closed."""
+        """Write a line to the process unbuffered, so that closing the pipe has nothing left to flush."""
         assert self._process is not None
         assert self._process.stdin is not None
         left = f"{line}\n".encode()
@@ -109,7 +109,7 @@ class Certifier:
             torch.set_num_threads(self._threads)
 
     def beside(self, load: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-        """Return a loader like `load`; it takes all threads once the process has ended."""
+        """Wrap a tensor loader so that this process uses all threads once the second one has ended."""
 
         def load_beside(name: str) -> torch.Tensor:
             if self._process is not None and self._process.poll() is not None:
@@ -119,7 +119,7 @@ class Certifier:
         return load_beside
 
     def wait(self, progress: Progress | None) -> None:
-        """Let the process have all threads, and return when it has ended."""
+        """Let the second process use all threads, and block until it exits."""
         if self._process is None:
             return
         self._tell(str(self._threads))
@@ -131,12 +131,12 @@ class Certifier:
 
 
 def choose_others(sizes_bytes: dict[str, int]) -> list[str]:
-    """Return the components that a process beside this one plans; this one plans the largest.
+    """Return the components that a second process should plan: all but the largest.
 
-    None where they are small, or where there is one thread, or little memory.
+    The list is empty if they are small, or if the machine has only one thread or little memory.
 
     Args:
-        sizes_bytes: of the weights of each component that is to be planned.
+        sizes_bytes: component → bytes of its weights, for each component to be planned.
     """
     others = sorted(sizes_bytes, key=lambda name: -sizes_bytes[name])[1:]
     is_worth = sum(sizes_bytes[name] for name in others) >= WORTH_BYTES

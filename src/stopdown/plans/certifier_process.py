@@ -1,4 +1,4 @@
-"""The program of a `Certifier`: it plans components of a model, and keeps each plan."""
+"""The program that a `Certifier` starts: it plans components of a model and caches each plan."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from stopdown.sources.source import narrow_source
 from stopdown.sources.sources import is_complete, resolve_source
 
 PATIENCE_S = 0.5
-"""How often files are looked for that are still downloaded."""
+"""Seconds between checks for files that are still being downloaded."""
 
 _threads = list[int]()
-"""How many this process may have from now on, once it is told."""
+"""The new number of threads that this process may use, once the parent has sent it; else empty."""
 
 
 def certify_components(task: dict[str, Any]) -> None:
-    """Plan each component once its files are whole, in order."""
+    """Plan each component as soon as its files are complete.
+
+    Args:
+        task: what `Certifier` sends as JSON: source, components, residual and threads.
+    """
     torch.set_num_threads(max(1, task["threads"]))
     source = resolve_source(
         task["source"], revision=task["revision"], variant=task["variant"], with_weights=False

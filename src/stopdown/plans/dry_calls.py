@@ -1,7 +1,6 @@
-"""Calls that a pipeline makes of its components, from a dry run: shapes without values, or drawn ones.
+"""Calls that a pipeline makes of its components, recorded in a dry run, without values or with random ones.
 
-Drawn values are random. They are enough to measure what a change of eps does, and not what a plan must
-hold.
+Random values suffice to measure the effect of a changed eps, but not the ranges that a plan needs.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from stopdown.scaling.bounds.input_limits import find_largest_step
 from stopdown.sources.source import Source
 
 SMALL = {"height": 256, "width": 256, "frames": 9}
-"""Sizes of a call that shows what a change of eps does: eps matter as much in a small picture."""
+"""Sizes of a call that measures the effect of a changed eps, which is the same in a small picture."""
 
 
 def shrink_run(pipe: Any, request: Request) -> Request:
-    """Return the request of a run at sizes of at most `SMALL`.
+    """Return a copy of a request with sizes of at most `SMALL`.
 
-    Sizes that were asked for stay, and those that the model has no others than.
+    Requested sizes stay, and so do those of a model that supports no others.
     """
     own, grid = find_own_sides(pipe), find_grid(read_pipe_configs(pipe))
     taken = inspect.signature(type(pipe).__call__).parameters
@@ -62,10 +61,13 @@ def shrink_run(pipe: Any, request: Request) -> Request:
 def list_source_calls(
     source: Source, sizes: Mapping[str, int | None] | None = None
 ) -> tuple[dict[str, list[ComponentCall]], str]:
-    """Return a pipeline's first call of each kind by component, and the reason for an early end.
+    """Return the calls that a source's pipeline makes in a dry run, one of each kind for each component.
 
     Args:
         sizes: `height`, `width` and `frames`; None for the pipeline's defaults.
+
+    Returns:
+        Component → its calls, and the reason why the dry run ended early ("" if it didn't).
     """
     if not source.pipeline_class:
         raise SourceError(
@@ -85,10 +87,12 @@ def list_source_calls(
 def list_pipeline_calls(
     pipe: Any, arguments: Mapping[str, Any]
 ) -> tuple[dict[str, list[ComponentCall]], str]:
-    """Do as `list_source_calls` for a loaded pipeline, and leave it as it is.
+    """Return the calls that a loaded pipeline makes in a dry run, one of each kind for each component.
+
+    The pipeline isn't changed. Returns as `list_source_calls`.
 
     Args:
-        arguments: of its call; its defaults for all others.
+        arguments: of the pipeline call; others have their defaults.
     """
     dtypes = dict.fromkeys(find_components(pipe), torch.float16)
     skeleton = copy_skeleton(pipe, dtypes)
@@ -114,25 +118,26 @@ def _list_calls(
 
 
 class CallListener(Listener):
-    """Keeps a call of each kind, by component: the first of those with the largest timestep.
+    """A listener that keeps one call of each kind for each component: the one with the largest timestep.
 
-    Z-Image goes from 0 to 1, and a timestep of 0 does not say in which unit the others are.
+    Z-Image's timesteps go from 0 to 1, and a timestep of 0 doesn't show in which unit the others are.
     """
 
     def __init__(self) -> None:
         self.calls: dict[str, list[ComponentCall]] = {}
 
     def inside(self, run: DryCall, paths: ModulePaths) -> contextlib.AbstractContextManager[object]:
-        """Keep a call of the dry run for the plan: its code runs, so it is the first of its kind."""
+        """Keep a call whose code runs in the dry run, which happens only for the first of its kind."""
         self.calls.setdefault(run.call.callee.component_name, []).append(
             dataclasses.replace(run.call, below=None)
         )
         return contextlib.nullcontext()
 
     def end(self, run: DryCall) -> None:
-        """Keep a later timestep, and make up an encode of a few frames of a decoder's output.
+        """Replace a kept call by one with a larger timestep, and make up a call of an encoder.
 
-        A plan holds for both directions.
+        If a pipeline only decodes, a few frames of the output become the argument of a made-up `encode`,
+        because a plan holds for both directions.
         """
         callee = run.call.callee
         made = self.calls.get(callee.component_name, [])
@@ -160,10 +165,10 @@ def _read_step(call: ComponentCall) -> float:
 
 
 def draw_calls(source: Source, request: Request) -> dict[str, list[ComponentCall]]:
-    """Draw a call of each kind that the pipeline makes, by component, with random values in fp32.
+    """Return the calls that a pipeline makes, one of each kind for each component, with random fp32 values.
 
     Args:
-        request: sizes; `SMALL` where there are none.
+        request: its sizes are used; `SMALL` if it has none.
     """
     asked = {name: getattr(request, name) for name in SMALL}
     sizes = asked if any(asked.values()) else SMALL
@@ -188,7 +193,7 @@ def _draw(call: ComponentCall) -> ComponentCall:
 def _fill(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
-    """Make typical values for an argument by its name and dtype."""
+    """Draw plausible values for an argument of this name, shape and dtype."""
     if dtype == torch.bool or "mask" in name:
         return torch.ones(shape, dtype=torch.float32 if dtype.is_floating_point else dtype)
     if "timestep" in name or "sigma" in name:

@@ -1,8 +1,8 @@
-"""Exponents of one component from the calls that a pipeline made of it, and why it has none.
+"""Exponents of one component, from the calls that a pipeline made of it, or the reason why it has none.
 
-Calls of one kind (same method, shapes and plain arguments) share one capture; their ranges are
-merged. The exponents are folded in, run and taken off again before they are believed (`trial`): in fp32
-the outputs must be what they were, bit for bit, and in fp16 finite and near.
+Calls of one kind (same method, shapes and plain arguments) share one capture; their ranges are merged. The
+exponents are tested before they are accepted (`trial`): folded in, the component must return the same bits
+in fp32, and finite, close results in fp16.
 
 Not covered: calls with larger values than those measured.
 """
@@ -31,13 +31,17 @@ def scale_component(
     *,
     verify: bool = True,
 ) -> tuple[Scaling, tuple[str, ...]]:
-    """Find and try exponents for a component in fp32; return them with notes on them in sentences.
+    """Find and test exponents for a component in fp32; return them with notes as sentences.
 
-    The module is left as it was. A made-up call that cannot be measured is left out.
+    The module is left unchanged. Made-up calls that can't be measured are left out.
 
     Args:
-        residual: `fp32` keeps its residual stream in fp32 where its architecture allows it.
-        verify: try them; False for weights that wait in their files, where the module cannot be run.
+        residual: `fp32` keeps its residual stream in fp32 if its architecture allows it.
+        ranges: where the activations' ranges come from, as for `scale_calls`.
+        verify: test the exponents; False for offloaded weights, with which the module can't be run.
+
+    Raises:
+        ScalingError: no exponents exist, short of running the whole component in fp32.
 
     Cost: a capture (seconds) for each kind of call, three with an fp32 residual, a forward in fp32
     for each call, and for each kind two more, one in bf16 and one in fp16.
@@ -72,7 +76,7 @@ def _find_exact(
 
 
 def group_calls(calls: Sequence[ComponentCall]) -> list[list[ComponentCall]]:
-    """Group calls by kind: those of a group give the same graph."""
+    """Group calls by kind, so that all calls of a group have the same graph."""
     groups: dict[str, list[ComponentCall]] = {}
     for call in calls:
         groups.setdefault(call.key, []).append(call)
@@ -82,7 +86,7 @@ def group_calls(calls: Sequence[ComponentCall]) -> list[list[ComponentCall]]:
 def leave_out_failing(
     module: torch.nn.Module, calls: Sequence[ComponentCall]
 ) -> list[ComponentCall]:
-    """Return the calls that a pipeline made, and the made-up ones that the module takes.
+    """Return the calls without the made-up ones that the module fails on.
 
     Cost: a forward for each made-up call.
     """

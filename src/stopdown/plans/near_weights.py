@@ -1,8 +1,8 @@
-"""Large weights on an accelerator, which multiplies them many times as fast as a processor does.
+"""Transfer of large weights to an accelerator, which multiplies them much faster than the CPU.
 
-Bounds have room for what sums in fp32 round, in any order. A device may be told to round the factors, too
-(TF32), so it shows first that it does not. What is small, in float64, or decomposes a matrix stays with
-the processor.
+Bounds allow for the rounding of fp32 sums in any order. A device can be configured to round the factors
+too (TF32), so a test product must show that it doesn't. Small weights, float64 and matrix decompositions
+stay on the CPU.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from stopdown.scaling.bounds.known_values import Load
 from stopdown.scaling.bounds.singular_values import SMALL, count_work
 
 KINDS = ("cuda",)
-"""Devices that have memory of their own: NVIDIA's and AMD's."""
+"""Types of the devices that are used: NVIDIA's and AMD's cards, with memory of their own."""
 
 TERMS = 16
-"""Of the sums that a device is judged by."""
+"""Terms of each sum in the test product that shows whether a device sums in fp32."""
 
 
 def bring_near(load: Load, device: Device | None = None) -> Load | None:
-    """Load weights that take much work to a device that sums in fp32, and others to the host.
+    """Wrap a tensor loader so that large matrices are loaded to an accelerator, and others to the host.
 
     Args:
-        device: None for the best one here.
+        load: returns a tensor by its name.
+        device: None for the best one of this machine.
 
     Returns:
-        None for a device that is none of `KINDS`, or does not sum in fp32. The load raises what PyTorch
-        does when the device has no memory left.
+        The new loader, which raises PyTorch's error if the device has no memory left; None if the device's
+        type isn't in `KINDS`, or if it doesn't sum in fp32.
     """
     device = device or list_devices()[0]
     if device.type not in KINDS or device.missing or not _sums_in_fp32(device.torch_name):
@@ -57,10 +58,11 @@ def _sums_in_fp32(device: str) -> bool:
 
 
 def is_summed_in_fp32(found: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether `found` is as near to `left @ right.T` in float64 as sums in fp32 are in any order.
+    """Return whether `found` is as close to the exact `left @ right.T` as fp32 sums in any order are.
 
     Args:
-        left, right: `[n, k]` each in fp32; the fewer `k`, the more do factors that were rounded stand out.
+        found: `[n, n]`, the product to test.
+        left, right: `[n, k]` in fp32. The smaller k, the more clearly rounded factors stand out.
     """
     wide = left.double(), right.double()
     sizes = wide[0].abs() @ wide[1].abs().T

@@ -1,4 +1,4 @@
-"""How a source runs: by a plan that was named, that was kept or is made now, or in precisions alone.
+"""Choice of a source's plan: a named one, a cached one, one made now, or precisions without exponents.
 
 Components of a model on the Hub are certified while the others are still downloaded
 (`certified_on_arrival`).
@@ -59,15 +59,15 @@ def choose_plan(
     request: Request | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Decide how a source runs on a device, from the request of a `--precision`.
+    """Choose or make the plan by which a source runs on a device, from a `--precision`.
 
-    `fp16` always needs exponents. So does `auto` on a device that computes fast in fp16 and not in bf16.
-    Without them the plan says the precision of each call.
+    `fp16` always needs exponents. So does `auto` on a device that is fast in fp16 but not in bf16. A plan
+    without exponents only states the precision of each call.
 
     Args:
-        precision: `auto`, a precision, a list by component, or a plan's path that ends in `.json`.
-        memory: what runs are to stay within, from `ask_memory`; None for no limit.
-        request: sizes and prompt of the run, for a plan that has to be made.
+        precision: `auto`, a precision, a list by component, or the path of a plan, ending in `.json`.
+        memory: the memory limit of runs, from `ask_memory`; None for no limit.
+        request: sizes and prompt of the run, in case a plan has to be made.
 
     Cost: the first time that a checkpoint needs exponents here, `certify_plan`: one pass over the weights.
     """
@@ -85,12 +85,13 @@ def choose_plan(
 
 @dataclasses.dataclass(frozen=True)
 class ExponentNeed:
-    """Whether a run needs exponents.
+    """Whether a run needs exponents, with the reason.
 
     Attributes:
-        why: the reason, as a part of a sentence; "" when it needs none.
+        why: the reason as a clause; "" if it needs none.
         decided: how each call runs without exponents.
-        others: component to its precision, of those that run without exponents beside others with some.
+        others: component → precision of each component that runs without exponents although others
+            have some.
     """
 
     why: str
@@ -99,7 +100,7 @@ class ExponentNeed:
 
 
 def find_need(source: Source, precision: str, device: Device) -> ExponentNeed:
-    """Find whether a source needs exponents for a precision, from configurations and headers alone."""
+    """Decide whether a source needs exponents for a precision, from its configs and weight headers."""
     asked, facts, supports = parse_request(precision), gather_facts(source), probe_formats(device)
     decided = decide(facts, supports, precision)
     if asked.get("") == "auto":
@@ -124,16 +125,19 @@ def find_or_certify(
     only: Collection[str] = (),
     calls: Mapping[str, list[ComponentCall]] | None = None,
 ) -> Plan:
-    """Return the plan that lies beside a model, or was kept for it, or one that is certified now and kept.
+    """Return the plan in a model's folder, else the cached one, else one that is certified and cached now.
 
     Args:
-        others: component to the precision that it has in place of its own.
+        request: sizes and prompt of the run, in case a plan has to be made.
+        others: component → precision that replaces the plan's.
+        only: components to plan; empty for all.
+        calls: component → its calls, if no pipeline makes them.
 
     Warns:
-        StopdownWarning: the plan beside the model is not for these weights and these versions; the plan was
-            not kept.
+        StopdownWarning: the plan in the model's folder isn't for these weights or versions; the new plan
+            could not be cached.
 
-    Cost: the first time that a checkpoint is met here, `certify_plan`: one pass over the weights.
+    Cost: the first time for each checkpoint, `certify_plan`: one pass over the weights.
     """
     found = _read_plan_beside(source, only) or read_cached_plan(
         fingerprint(narrow_source(source, only))
@@ -158,7 +162,7 @@ def find_or_certify(
 
 
 def _read_plan_beside(source: Source, only: Collection[str]) -> Plan | None:
-    """Return the plan in the folder of a model, if it belongs to this model."""
+    """Return the plan in a model's folder, if it belongs to this model; else warn and return None."""
     path = source.path / PLAN_BESIDE
     if source.kind == "file" or not path.is_file() or describe_no_plan(path):
         return None  # a converted model's record has that name as well
@@ -181,11 +185,13 @@ def certified_on_arrival(
     request: Request | None = None,
     progress: Progress | None = None,
 ) -> Iterator[None]:
-    """Certify the weights of a source while a block downloads them; end when both are done.
+    """Certify a source's weights in a second process while the `with` block downloads them.
+
+    At the end of the block, wait until the process is done.
 
     Args:
         source: without its weights, from `resolve_source(..., with_weights=False)`.
-        precision: what the run asks for, as of `choose_plan`; with a plan nothing is certified.
+        precision: of the run, as for `choose_plan`; for a plan nothing is certified.
     """
     components = list[str]()
     if isinstance(precision, str):
@@ -199,7 +205,7 @@ def certified_on_arrival(
 def _list_worth(
     source: Source, precision: str, device: Device, request: Request | None
 ) -> tuple[Source, list[str]]:
-    """Return the source, and the components that are worth planning while it is downloaded."""
+    """Return the source with its pipeline class, and the components worth planning during the download."""
     if source.kind != "hub" or source.loras or find_plan_path(precision) is not None:
         return source, []
     if count_download(source) < WORTH_BYTES:

@@ -1,4 +1,4 @@
-"""Plans as files: sealed when written, checked when read, kept between runs.
+"""Plan files: written with a checksum, checked when read, and cached between runs.
 
 **Catches** files that are cut off, that are no plan, of another schema, edited by hand (the seal does not
 fit), or sealed anew with values that no plan holds: exponents beyond fp32's own range, precisions and
@@ -40,10 +40,10 @@ from stopdown.records import (
 )
 
 PACKAGES = ("diffusers", "transformers")
-"""The packages whose classes a plan belongs to."""
+"""The packages that define the components' classes; a plan holds only for their versions."""
 
 MOST_NAMED = 5
-"""How many values that do not belong in a plan are named."""
+"""Most invalid values of a plan that an error message names."""
 
 
 def read_class_versions() -> dict[str, str]:
@@ -52,20 +52,20 @@ def read_class_versions() -> dict[str, str]:
 
 
 def seal_plan(plan: Plan) -> Plan:
-    """Return the plan as it will be read, with the seal of its content."""
+    """Return the plan as it is after writing and reading, with the checksum of its content as `seal`."""
     plan = from_json(_to_text(plan), Plan)  # so that 0 and 0.0 are one, as they are when read
     return dataclasses.replace(plan, seal=_compute_seal(_to_text(plan)))
 
 
 def _to_text(plan: Plan) -> str:
-    """Return the text of a plan's file, without the memory of one run."""
+    """Return a plan as JSON, without `memory`, which belongs to one run."""
     return to_json(dataclasses.replace(plan, memory=None))
 
 
 def _compute_seal(text: str | bytes) -> str:
-    """Compute the seal of a file's content.
+    """Compute the SHA-256 of a plan file's content, except for `memory`, `chosen` and the seal itself.
 
-    A field that is newer than the file does not change it.
+    Fields that a later version adds to plans don't change it.
     """
     content = parse_json(text.encode() if isinstance(text, str) else text)
     sealed = {x: y for x, y in content.items() if x != "memory"} | {"seal": "", "chosen": ""}
@@ -73,15 +73,15 @@ def _compute_seal(text: str | bytes) -> str:
 
 
 def write_plan(plan: Plan, path: str | Path, *, numbered: bool = False) -> Path:
-    """Write a plan as JSON, whole or not at all; where it is comes back.
+    """Write a plan to a JSON file atomically, and return the file's path.
 
     Args:
-        path: of a new file or of another plan.
-        numbered: replace nothing: take the first free name instead.
+        path: of a new file, or of another plan to replace.
+        numbered: replace nothing; append the first free number to the name instead.
 
     Raises:
-        InputError: it is no plan.
-        OutputError: the file cannot be written, or holds something else than a plan.
+        InputError: `plan` isn't a `Plan`.
+        OutputError: the file can't be written, or exists and isn't a plan.
     """
     if not isinstance(plan, Plan):
         raise InputError(
@@ -104,11 +104,11 @@ def write_plan(plan: Plan, path: str | Path, *, numbered: bool = False) -> Path:
 
 
 describe_no_plan = functools.partial(describe_other, "plan")
-"""What a file holds that no plan may replace; empty for a plan."""
+"""Describe what a file contains if a plan must not replace it; return "" for a plan."""
 
 
 def carry_plan(plan: Plan) -> dict[str, Any]:
-    """Return a plan as a part of another JSON file, sealed so that the order of keys does not matter."""
+    """Return a plan's content for another JSON file, with a seal that doesn't depend on the keys' order."""
     plain = dataclasses.replace(plan, seal="", memory=None)
     content: dict[str, Any] = parse_json(to_json(plain).encode())
     return {**content, "seal": _compute_carried_seal(content)}
@@ -147,7 +147,7 @@ def read_plan(path: str | Path) -> Plan:
     """Read a plan from a JSON file.
 
     Raises:
-        PlanError: there is no such file, or it is not a plan as it was written.
+        PlanError: the file can't be read, isn't a plan, or was edited.
     """
     check_type(
         "A plan",
@@ -189,14 +189,18 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def find_cached_path(fingerprint: str) -> Path:
-    """Return the path of the automatic plan for a checkpoint by the installed versions."""
+    """Return the path at which a checkpoint's plan is cached for the installed versions."""
     names = [f"{name}{version}" for name, version in read_class_versions().items()]
     own = f"stopdown{read_version('stopdown') or ''}"
     return cache_folder() / "plans" / f"{fingerprint[:32]}-{'-'.join([own, *names])}.json"
 
 
 def write_cached_plan(plan: Plan) -> Path:
-    """Keep a plan for the next run of its checkpoint; its path comes back."""
+    """Cache a plan for the next run of its checkpoint, and return its path.
+
+    Raises:
+        OutputError: it can't be written.
+    """
     path = find_cached_path(plan.fingerprint)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -209,7 +213,7 @@ def write_cached_plan(plan: Plan) -> Path:
 
 
 def keep_plan(plan: Plan) -> None:
-    """Keep a plan for the next run of its checkpoint, or warn that it could not be kept."""
+    """Cache a plan for the next run of its checkpoint, or warn that it can't be cached."""
     try:
         write_cached_plan(plan)
     except OutputError as error:
@@ -217,7 +221,7 @@ def keep_plan(plan: Plan) -> None:
 
 
 def read_cached_plan(fingerprint: str) -> Plan | None:
-    """Read the cached plan of a checkpoint; return None if there is none that can be used."""
+    """Read the cached plan of a checkpoint; return None if there is no valid one."""
     try:
         return read_plan(find_cached_path(fingerprint))
     except PlanError:
@@ -225,10 +229,10 @@ def read_cached_plan(fingerprint: str) -> Plan | None:
 
 
 LARGEST_EXPONENT = 252
-"""From fp32's smallest normal number, 2^-126, to beyond its largest, 2^127."""
+"""Largest magnitude of an exponent in a plan; it covers fp32's normal range, from 2^-126 to 2^127."""
 
 MOST_OUTPUTS = 10**4
-"""More than a component returns."""
+"""Limit for the index of an output: no component returns so many."""
 
 _COMPONENT = re.compile(
     r"(?!__)[\w -]{1,100}(\.(?!__)[\w -]{1,100}){0,15}", re.ASCII
@@ -238,7 +242,7 @@ _FOLD = re.compile(r"(?P<name>[^\[]+)(\[(:,)?(?P<start>\d{1,9}):(?P<stop>\d{1,9}
 
 
 def list_plan_faults(plan: Plan) -> Iterator[str]:
-    """Yield the faults of a plan, each as a part of a sentence."""
+    """Yield the invalid values of a plan, each as a clause for a message."""
     if plan.precision not in FORMATS:
         yield f"the precision {plan.precision[:40]!r}"
     if not (0 <= plan.steps <= 10**6 and plan.elapsed_s >= 0):
@@ -292,7 +296,7 @@ def _list_exponents(scaling: Scaling) -> Iterator[str]:
 
 
 def _list_names(scaling: Scaling) -> Iterator[str]:
-    """Yield the names that are no paths, as parts of a sentence; "" may name the component as a module."""
+    """Yield the names in a scaling that aren't valid paths, as clauses; a module's "" is the component."""
     for name in scaling.exponents:
         if not _is_parameter(name):
             yield f"the parameter {name[:40]!r}"
@@ -310,7 +314,7 @@ def _list_names(scaling: Scaling) -> Iterator[str]:
 
 
 def _is_parameter(name: str) -> bool:
-    """Return whether a name is `path`, or its rows or columns: `path[0:64]`, `path[:,0:64]`, not empty."""
+    """Return whether a name is a parameter's path, also with a range: `path[0:64]` or `path[:,0:64]`."""
     fold = _FOLD.fullmatch(name)
     if fold is None or not _PATH.fullmatch(fold["name"]):
         return False

@@ -1,4 +1,4 @@
-"""From a source to a pipeline on a device, each component in the precision that was decided for it."""
+"""Loading of a pipeline onto a device, each component in the precision that its plan states."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ from stopdown.sources.sources import read_stored_dtypes
 
 
 def gather_facts(source: Source) -> list[ComponentFacts]:
-    """Gather the facts of each component with weights, before anything is loaded.
+    """Return the facts that decide each component's precision, from configs and weight headers alone.
 
-    The weights of a single file count for every component that it holds.
+    For a single file, each component has the stored formats of the whole file.
     """
     stored, configs = read_stored_dtypes(source), read_configs(source.described)
     held = {part.name for part in source.parts} or source.components.keys()
@@ -81,7 +81,7 @@ def _gather_component(
 def decide(
     facts: list[ComponentFacts], supports: Mapping[str, Support], precision: str
 ) -> tuple[ComponentPlan, ...]:
-    """Return how each call runs without exponents, as a `--precision` text says."""
+    """Return how each call runs without exponents, for the text of a `--precision`."""
     calls = {entry.name: entry.calls for entry in facts}
     return decide_precisions(facts, supports, resolve_request(parse_request(precision), calls))
 
@@ -93,9 +93,9 @@ def load_plan(
     *,
     progress: Progress | None = None,
 ) -> AppliedPlan:
-    """Load a checkpoint as a plan says, and move it to a device.
+    """Load a checkpoint, apply its plan, and move it to a device.
 
-    With `Plan.memory` its weights stay in the checkpoint's files until a run is placed.
+    If `Plan.memory` is set, the weights stay in the checkpoint's files until a memory strategy is applied.
     """
     load = _load_bare if plan.is_bare else _load_scaled
     return load(source, plan, device, progress, plan.memory is None)
@@ -104,12 +104,12 @@ def load_plan(
 def _load_bare(
     source: Source, plan: Plan, device: Device, progress: Progress | None, move: bool
 ) -> AppliedPlan:
-    """Load a pipeline in the precisions of its calls.
+    """Load a pipeline by a plan without exponents, in the precisions of its calls.
 
-    An autoencoder whose two directions differ is loaded in the wider format; the other direction
-    gets a copy of its own, so that nothing is cast to and fro during a run. Where components differ,
-    arguments are cast at their component calls.
-    If weights stay in the checkpoint's files, there is one copy of each.
+    If an autoencoder's two directions differ, it is loaded in the wider format, and the other direction
+    uses a cast copy, so that weights aren't cast back and forth during a run. Arguments are cast between
+    components in different precisions. If `move` is False, weights stay in the checkpoint's files, and
+    there is one copy of each.
     """
     decisions = plan.components
     formats = widest_by_component(decisions)
@@ -147,9 +147,8 @@ def _load_scaled(
 ) -> AppliedPlan:
     """Load a checkpoint with the exponents of its plan.
 
-    Weights are folded and cast one tensor after the other, from the format that they are stored in. LoRAs
-    that the plan was made without are put on afterwards. A model whose LoRAs the plan knows is loaded in
-    fp32.
+    Weights are scaled and cast one tensor at a time, from their stored format. LoRAs that the plan was made
+    without are loaded afterwards. If the plan was made with the LoRAs, the model is loaded in fp32.
     """
     check_source(plan, source)
     loras = source.loras if leaves_loras(plan, source) else ()
@@ -168,7 +167,7 @@ def _load_scaled(
 
 
 def describe_calls(plan: Plan, facts: Iterable[ComponentFacts]) -> Iterator[ComponentPlan]:
-    """Yield each call of the planned components as records have it: without exponents, in one sentence."""
+    """Yield an entry for each call of the planned components, for records: one sentence, no exponents."""
     planned = {entry.component: entry for entry in plan.components}
     for fact in (fact for fact in facts if fact.name in planned):
         entry = planned[fact.name]
@@ -183,7 +182,7 @@ def describe_calls(plan: Plan, facts: Iterable[ComponentFacts]) -> Iterator[Comp
 
 
 def _describe_basis(entry: ComponentPlan) -> str:
-    """Describe the protection of a component from overflow: bounds, measured calls, or some of each."""
+    """Describe what protects a component from overflow: bounds, measured calls, or some of each."""
     scaling = entry.in_force
     if scaling.certified:
         return "proven not to overflow"
@@ -195,7 +194,11 @@ def _describe_basis(entry: ComponentPlan) -> str:
 
 
 def describe_entry(entry: ComponentPlan, name: str) -> str:
-    """Describe a component's entry in one sentence, or give the reasons why it is not in fp16."""
+    """Describe a component's entry in a sentence; if it isn't in fp16 with exponents, with the reasons.
+
+    Args:
+        name: of the plan, for the sentence.
+    """
     if entry.precision != "fp16" or entry.scaling is None:
         return f"{entry.precision} by {name}. {entry.reason}"
     scaling = entry.in_force
@@ -214,7 +217,7 @@ def describe_entry(entry: ComponentPlan, name: str) -> str:
 
 
 def _share_weights(decision: ComponentPlan, widest: str) -> ComponentPlan:
-    """Return how a call runs if one copy of the weights serves all calls of its component."""
+    """Return a call's entry in the widest precision of its component, so that all calls share weights."""
     if decision.precision == widest:
         return decision
     reason = f"Under a memory limit its weights are there once, in {widest}."
@@ -222,9 +225,9 @@ def _share_weights(decision: ComponentPlan, widest: str) -> ComponentPlan:
 
 
 def widest_by_component(decisions: tuple[ComponentPlan, ...]) -> dict[str, str]:
-    """Map each component to the widest format of its calls, fp32 for fp16 and bf16.
+    """Map each component to the widest format of its calls, in which it is loaded.
 
-    It is loaded in that format.
+    For calls in fp16 and bf16, that is fp32.
     """
     widest: dict[str, str] = {}
     for decision in decisions:

@@ -1,7 +1,7 @@
-"""Which precision each component runs in: pure decisions from facts, each with its reason.
+"""Decisions on each component's precision, each with its reason; no tensor is read.
 
-The facts are the device's formats (native, emulated or missing, with a timed probe), the format the
-checkpoint is stored in, and what the model's authors pinned. No tensor is seen here.
+They follow from the device's formats (native, emulated or missing, with a timed probe), the format that
+the checkpoint is stored in, and the modules that the model's authors keep in fp32.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     import torch
 
 PLAIN_FP16 = "fp16-plain"
-"""fp16 as libraries load it, without exponents: it can overflow, and exists for comparing."""
+"""fp16 without exponents, as libraries load it: it can overflow, and exists for comparisons."""
 
 
 @dataclass(frozen=True)
 class ComponentFacts:
-    """What is known of a component before it is loaded.
+    """The facts about a component that are known before it is loaded.
 
     Attributes:
-        calls: what it is called as: `("vae.encode", "vae.decode")`, or its name alone.
-        stored: bytes on disk by format.
-        kept_fp32: parts that its authors keep in fp32, by the precision it is loaded in.
-        force_upcast: its config says that it must run in fp32 when fp16 is asked.
+        calls: names of its calls, such as `("vae.encode", "vae.decode")`, or its name alone.
+        stored: format → bytes on disk.
+        kept_fp32: precision in which it is loaded → modules that its authors then keep in fp32.
+        force_upcast: its config demands fp32 instead of fp16.
     """
 
     name: str
@@ -44,15 +44,15 @@ class ComponentFacts:
 
     @property
     def stored_mostly(self) -> str | None:
-        """The format that holds most of the bytes, None when nothing is known."""
+        """The format that most bytes are stored in; None if unknown."""
         return max(self.stored, key=lambda name: self.stored[name]) if self.stored else None
 
 
 def write_request(asked: str | Path | torch.dtype | Mapping[str, Any]) -> str:
-    """Write a precision from Python as the text that `parse_request` reads.
+    """Convert a `precision` argument to the text that `parse_request` reads.
 
     Args:
-        asked: that text or a plan's path, a dtype, or component → text or dtype:
+        asked: such a text, the path of a plan, a dtype, or a mapping from components to texts or dtypes:
             `{"transformer": torch.bfloat16, "vae": "fp32"}`.
     """
     if isinstance(asked, (str, Path)):
@@ -72,18 +72,21 @@ def write_request(asked: str | Path | torch.dtype | Mapping[str, Any]) -> str:
 
 
 def find_plan_path(text: str) -> str | None:
-    """Return the path of the plan that a `--precision` names; None if it names none."""
+    """Return the path if a `--precision` is that of a plan (`*.json`), else None."""
     return text.strip() if text.strip().endswith(".json") else None
 
 
 def parse_request(text: str, also: Iterable[str] = ()) -> dict[str, str]:
-    """Parse `auto`, `fp16`, `fp16-plain`, `transformer=bf16,vae.decode=fp32` or `plan.json`.
+    """Parse a `--precision`: `auto`, `fp16`, `fp16-plain`, `transformer=bf16,vae.decode=fp32`, `plan.json`.
 
-    `fp16` is rescaled so that it cannot overflow; `fp16-plain` is not. A plus is read as a comma, for
-    lists whose commas stand between whole requests.
+    `fp16` is rescaled so that it can't overflow; `fp16-plain` isn't. A plus is read as a comma, for lists
+    in which commas separate whole requests.
+
+    Args:
+        also: further names of precisions to accept.
 
     Returns:
-        Component or call to its precision; "" stands for all components. Empty for a plan's path.
+        Component or call → precision, with "" for all components; empty for a plan's path.
     """
     if find_plan_path(text) is not None:
         return {}
@@ -112,12 +115,16 @@ def parse_request(text: str, also: Iterable[str] = ()) -> dict[str, str]:
 def resolve_request(
     request: Mapping[str, str], components: Mapping[str, tuple[str, ...]]
 ) -> dict[str, str]:
-    """Return the format by call; calls that are left to `auto` are absent.
+    """Return the requested format of each call; calls that are left to `auto` are absent.
 
-    A method goes before its component.
+    A request for a method takes precedence over one for its component.
 
     Args:
-        components: name to what it is called as: `vae` to `("vae.encode", "vae.decode")`.
+        request: from `parse_request`.
+        components: name → names of its calls, such as `vae` → `("vae.encode", "vae.decode")`.
+
+    Raises:
+        OptionError: the request names an unknown component.
     """
     words = _resolve_words(request, components)
     return {call: "fp16" if word == PLAIN_FP16 else word for call, word in words.items()}
@@ -126,7 +133,7 @@ def resolve_request(
 def list_rescaled(
     request: Mapping[str, str], components: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, ...]:
-    """Return the components that are requested in fp16 for all of their calls, so that they need exponents.
+    """Return the components that need exponents, because fp16 was requested for all of their calls.
 
     Args, Raises: as for `resolve_request`.
     """
@@ -151,11 +158,15 @@ def _resolve_words(
 
 
 def parse_fp16(text: str, what: str) -> dict[str, str]:
-    """Return the components of a plan for fp16 with another precision: `text_encoder=fp32`.
+    """Return the components that an fp16 plan leaves in another precision, from text such as
+    `text_encoder=fp32`.
 
     Args:
-        text: `fp16`, or `auto`, which is the same; or components with another precision.
-        what: the kind of plan, with its article: `A plan`.
+        text: `fp16` or `auto`, which mean the same, or components with other precisions.
+        what: the kind of plan with its article, such as `A plan`, for messages.
+
+    Raises:
+        OptionError: the precision needs no plan.
     """
     asked = parse_request(text)
     others = {name: x for name, x in asked.items() if name and not split_call(name)[1]}
@@ -176,14 +187,14 @@ def check_components(wanted: Iterable[str], known: Iterable[str]) -> None:
 def leave_components(
     entries: Iterable[ComponentPlan], wanted: Mapping[str, str]
 ) -> Iterator[ComponentPlan]:
-    """Yield the entries of a plan; those with another precision have no exponents."""
+    """Yield a plan's entries; those of components in `wanted` have its precision and no exponents."""
     for entry in entries:
         precision = wanted.get(entry.component)
         yield entry if precision is None else leave_component(entry, precision)
 
 
 def leave_component(entry: ComponentPlan, precision: str) -> ComponentPlan:
-    """Return the entry of a component that runs in another precision, without exponents."""
+    """Return a component's entry with another precision, without exponents."""
     stored = "fp16" if precision == PLAIN_FP16 else precision
     why = f"{precision} was chosen for it."
     return ComponentPlan(
@@ -216,11 +227,14 @@ def decide_precisions(
     supports: Mapping[str, Support],
     request: Mapping[str, str],
 ) -> tuple[ComponentPlan, ...]:
-    """Return how each call of each component runs, without exponents.
+    """Decide how each call of each component runs without exponents, with reasons.
 
     Args:
-        supports: what the device makes of each format, by name.
-        request: what the user asked for, by call name; everything else is decided here.
+        supports: format → how the device supports it.
+        request: call → precision that the user asked for; all others are chosen here.
+
+    Raises:
+        OptionError: a requested precision doesn't work on the device.
     """
     decisions = []
     for facts in components:
@@ -253,7 +267,7 @@ def decide_precisions(
 
 
 def choose_precision(facts: ComponentFacts, supports: Mapping[str, Support]) -> tuple[str, str]:
-    """Choose the precision of a component for which none was requested, with its reason in sentences."""
+    """Choose the precision of a component for which none was requested; return it with the reason."""
     stored = facts.stored_mostly
     if stored is None:
         return (
@@ -271,10 +285,9 @@ def choose_precision(facts: ComponentFacts, supports: Mapping[str, Support]) -> 
 
 
 def explain_plan(components: Iterable[ComponentFacts], supports: Mapping[str, Support]) -> str:
-    """Explain in half a sentence why a device should run a checkpoint in fp16 by a plan.
+    """Return as a clause why a device should run a checkpoint in fp16 with a plan; "" if it shouldn't.
 
-    That is so if weights are stored in bf16, and the device is good at fp16 but not at bf16. Return ""
-    otherwise.
+    It should if weights are stored in bf16, and the device is fast in fp16 but not in bf16.
     """
     stored = [facts.name for facts in components if facts.stored_mostly == "bf16"]
     if not stored or not prefers_fp16(supports):
@@ -286,7 +299,7 @@ def explain_plan(components: Iterable[ComponentFacts], supports: Mapping[str, Su
 
 
 def prefers_fp16(supports: Mapping[str, Support]) -> bool:
-    """Return whether a device is good at fp16 and not at bf16."""
+    """Return whether a device computes natively and fast in fp16, but not in bf16."""
     return _is_good(supports["fp16"]) and not _is_good(supports["bf16"])
 
 

@@ -1,11 +1,10 @@
-"""Precision and memory decided together: each way to compute, with each strategy, under one limit.
+"""Joint choice of precision and memory strategy: the fastest combination that fits under a limit.
 
-A way is a format for every component: what `auto` would choose, fp16 with rescaled weights, a plan with
-its fp32 modules, fp32. Each is run dry
-without weights; their times are compared by the device's rates. The one that takes the least time
-among those that fit is taken, the nearer to fp32 of two alike.
+The candidates are plans: the choice of `auto`, fp16 with rescaled weights, a given plan with its fp32
+modules, and fp32. The memory of each is predicted by a dry run without weights, and its time by the
+device's rates. Of two plans that take the same time, the one closer to fp32 is chosen.
 
-Not covered: the error of a way: that needs weights, and `stopdown compare` measures it.
+Not covered: the error of a plan, which needs weights; `stopdown compare` measures it.
 """
 
 from __future__ import annotations
@@ -52,10 +51,11 @@ def list_ways(
     asked: str,
     plan: Plan | None = None,
 ) -> list[Plan]:
-    """List the plans to compare, the requested one (or the one that `auto` takes) first.
+    """List the plans to compare, the requested one (or `auto`'s choice) first.
 
     Args:
-        asked: a `--precision`: `auto` and a plan's path are compared with others, the rest is alone.
+        asked: a `--precision`. `auto` and a plan are compared with alternatives; others are listed alone.
+        plan: the plan that `asked` names, if it is a path.
     """
     names = [fact.name for fact in facts]
     fp32 = _make_plan("fp32", "fp32", dict.fromkeys(names, "fp32"))
@@ -93,7 +93,14 @@ def _make_plan(
     scaling: Scaling | None = None,
     reason: str = "fp32 is the reference.",
 ) -> Plan:
-    """Return a plan that exists only to be compared: with `scaling`, weights get exponents."""
+    """Return a plan that serves only for comparison.
+
+    Args:
+        name: that the table of plans shows.
+        flag: `--precision` that selects it.
+        formats: component → precision.
+        scaling: an empty scaling for rescaled weights; None for plain ones.
+    """
     entries = (
         ComponentPlan(x, precision=y, scaling=scaling, reasons=(reason,))
         for x, y in formats.items()
@@ -102,12 +109,12 @@ def _make_plan(
 
 
 def read_formats(plan: Plan) -> dict[str, str]:
-    """Return the format of each component: the wider one of its calls."""
+    """Map each component of a plan to its format, the widest of its calls."""
     return widest_by_component(tuple(x for x in plan.components if x.precision in FORMATS))
 
 
 def describe_choices(plan: Plan) -> tuple[ComponentPlan, ...]:
-    """Return the precision of each component or call with its reasons, without exponents."""
+    """Return a plan's entries with precisions and reasons only, without exponents."""
     return tuple(
         ComponentPlan(
             entry.component,
@@ -122,17 +129,17 @@ def describe_choices(plan: Plan) -> tuple[ComponentPlan, ...]:
 
 
 def count_significant_bits(plan: Plan) -> int:
-    """Return the significant bits of the coarsest format of a plan."""
+    """Return the significant bits of a plan's coarsest format."""
     return min(FORMATS[name].significant_bits for name in read_formats(plan).values())
 
 
 def find_fp32_share(plan: Plan) -> float:
-    """Return the share of the matmul work that a plan does in fp32, the largest of its components."""
+    """Return the share of the matmul FLOPs that run in fp32, of the component with the largest share."""
     return max((entry.in_force.fp32_flops for entry in plan.components), default=0.0)
 
 
 def describe_remark(plan: Plan) -> str:
-    """Return a further remark on a plan as a sentence; "" for none."""
+    """Describe a plan's second copies of weights, or its fp32 modules and streams; return "" for none."""
     if plan.is_bare:
         formats = read_formats(plan)
         by_call = {x.component: x.precision for x in plan.components}
@@ -151,7 +158,7 @@ def describe_remark(plan: Plan) -> str:
 
 
 def build_way(source: Source, plan: Plan) -> Any:
-    """Return a source's pipeline without weights by a plan, with fp32 modules and residual streams."""
+    """Build a source's pipeline without weights as a plan runs it, with fp32 modules and streams."""
     if plan.is_bare:
         dtypes = {name: FORMATS[x].torch_dtype for name, x in read_formats(plan).items()}
         keeps_fp32 = all(entry.scaling is None for entry in plan.components)
@@ -162,11 +169,11 @@ def build_way(source: Source, plan: Plan) -> Any:
 
 
 def weigh_speed(plan: Plan, narrow: Speed | None, wide: Speed | None) -> Speed | None:
-    """Return the speed by a plan whose fp32 modules run in fp32: each share of the work at its own rate.
+    """Return a plan's average speed, with the work of its fp32 modules at the fp32 rate.
 
     Args:
-        narrow: in the formats of the plan.
-        wide: in fp32.
+        narrow: the device's speed in the plan's formats.
+        wide: its speed in fp32.
     """
     share = find_fp32_share(plan)
     if narrow is None or wide is None or not share:
@@ -176,10 +183,12 @@ def weigh_speed(plan: Plan, narrow: Speed | None, wide: Speed | None) -> Speed |
 
 
 def choose_way(found: Sequence[Fit], limit_bytes: int) -> tuple[Plan, Prediction] | None:
-    """Return the fitting plan that takes the least time; without known speeds the first that fits.
+    """Return the fastest plan that fits, with its prediction; None if none fits.
+
+    If a speed is unknown, return the first that fits.
 
     Args:
-        found: each with its plan, the one that was asked for first.
+        found: predictions of each plan, the requested plan first.
     """
     fitting = [
         (one.plan, prediction, estimate_time(prediction, one.speed))
@@ -192,7 +201,7 @@ def choose_way(found: Sequence[Fit], limit_bytes: int) -> tuple[Plan, Prediction
 
 
 def list_rows(found: Sequence[Fit]) -> tuple[MemoryRow, ...]:
-    """Return the rows of all plans; times are ratios to everything resident in the first of them."""
+    """Return the table rows of all plans, with times relative to the first plan with resident weights."""
     first = found[0]
     resident = (one for one in first.predictions if one.strategy == Strategy())
     unit_s = estimate_time(next(resident, first.predictions[0]), first.speed)

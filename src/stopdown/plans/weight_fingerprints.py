@@ -1,4 +1,4 @@
-"""By what a plan knows the weights that it was made for: a hash over a few values of each tensor."""
+"""Fingerprints that tie a plan to its weights: a hash over a few values of each tensor."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from stopdown.numerics import is_away
 from stopdown.scaling import StoredWeight
 
 SAMPLES = 16
-"""Values of each tensor that tell one checkpoint from another."""
+"""Number of values of each tensor that are hashed."""
 
 
 def sample_weights(module: torch.nn.Module) -> str:
     """Return the SHA-256 over names, shapes and `SAMPLES` values of each weight, as hexadecimal.
 
-    It is the same in fp32 and in the format that the checkpoint is stored in, and wherever weights wait.
+    It's the same in fp32 as in the checkpoint's format, and for offloaded weights.
 
     Raises:
-        PlanError: a weight has no values: another library keeps it elsewhere between calls.
+        PlanError: a weight has no values, for example because another library offloads it.
 
     Cost: one host read if all weights are on one device, else one for each.
     """
@@ -41,14 +41,18 @@ def sample_weights(module: torch.nn.Module) -> str:
 
 
 def sample_tensors(named: Iterable[tuple[str, torch.Tensor | StoredWeight]]) -> str:
-    """Hash tensors as `sample_weights` does; they come one by one in the order of their names."""
+    """Hash (name, tensor) pairs as `sample_weights` does.
+
+    Args:
+        named: sorted by name; it may be lazy, as one tensor is needed at a time.
+    """
     return join_samples((name, *take_samples(weight)) for name, weight in named)
 
 
 def take_samples(
     weight: torch.Tensor | StoredWeight,
 ) -> tuple[tuple[int, ...], torch.Tensor | None]:
-    """Return the shape of a weight and `SAMPLES` of its values in fp32; None for those of integers."""
+    """Return a weight's shape and `SAMPLES` of its values in fp32, or None if it has no float values."""
     tensor = weight.values if isinstance(weight, StoredWeight) else weight.detach()
     shape = tuple(tensor.shape)
     if not (tensor.is_floating_point() and tensor.numel()):
@@ -61,7 +65,7 @@ def take_samples(
 
 
 def join_samples(named: Iterable[tuple[str, tuple[int, ...], torch.Tensor | None]]) -> str:
-    """Return the SHA-256 of names, shapes and samples that come in the order of the names."""
+    """Return the SHA-256 of (name, shape, samples) triples, sorted by name, as hexadecimal."""
     digest, taken = hashlib.sha256(), []
     for name, shape, found in named:
         digest.update(f"{name}{shape}\0".encode())
