@@ -1,1 +1,1 @@
-"""`compare`: the same prompts, seeds and noise under several precisions, measured side by side."""
+"""`compare`: run the same prompts, seeds and noise in several precisions, and measure the differences."""

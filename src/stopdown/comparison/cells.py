@@ -1,8 +1,8 @@
-"""One cell of a comparison: one prompt run in one precision, and kept until its row is measured.
+"""Cells of a comparison: run one prompt in one precision, store the outcome, and compress its frames.
 
-Frames are made small enough for a report: one sheet of pictures for each clip, within a size. A clip is
-kept lossless when that fits; otherwise its quality, then its size down to a half, then its frames are
-lowered until it does, and its size again at last.
+For the report, all frames of a clip are drawn into one picture (a sheet) with a limit in bytes. It is
+lossless if that fits. Otherwise the quality is reduced, then the size down to a half, then the number of
+frames, and at last the size again.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ from stopdown.sources.library_messages import quiet_libraries
 
 @dataclass(frozen=True)
 class Outcome:
-    """A cell before it is measured.
+    """Output and trace of one cell, before it is measured against the reference.
 
     Attributes:
-        frames: `[T, H, W, 3]` fp32 in [0, 1]; of sound, and of a program that gives no pictures, its
-            values, `[N]` fp32; None when it failed.
+        frames: `[T, H, W, 3]` fp32 in [0, 1]; for sound, and for a program that returns no pictures,
+            its values, `[N]` fp32; None if the run failed.
+        trace: what probes recorded during the run.
+        peak_source: how peak memory was measured.
     """
 
     cell: Cell
@@ -63,12 +65,15 @@ def run_cell(
     names_culprit: bool = True,
     run: Run | None = None,
 ) -> Outcome:
-    """Run one prompt in one precision; an error of the run becomes part of the cell.
+    """Run one prompt in one precision; an exception of the run is recorded in the cell.
 
-    Nothing is repaired: NaN and Inf are reported, and the run goes on with the bad value.
+    Nothing is repaired: NaN and Inf are reported, and the run continues with them.
 
     Args:
-        names_culprit: run a call that gives NaN or Inf once more to find where they begin.
+        opened: the pipeline in this precision.
+        name: name of the precision.
+        names_culprit: run a call that returns NaN or Inf once more to find where they begin.
+        run: runs a program that is not a pipeline; None for a pipeline.
     """
     begun = time.perf_counter()
     settings = GuardOptions(
@@ -133,7 +138,7 @@ def _run(
 
 
 def _prepare(opened: OpenSubject, request: Request, run: Run | None) -> Run:
-    """Return a function that runs the pipeline with a request, or `run` with the request's seed."""
+    """Return a function that runs the pipeline, or else `run`, with reproducible noise from the seed."""
     pipe = opened.loaded.pipe
     if run is None:
         pipe.set_progress_bar_config(disable=True)
@@ -177,22 +182,22 @@ def fail_cell(name: str, error: str, elapsed_s: float = 0.0) -> Outcome:
 
 
 WHOLE_BYTES = 20_000_000
-"""Pictures of a whole report, before base64 makes them a third larger: 30 MB with everything."""
+"""Bytes for all pictures of a report, before base64 makes them a third larger; 30 MB with everything."""
 
 _LONGEST_SIDE = 16383
-"""WebP has no larger pictures."""
+"""Largest side of a WebP picture, in pixels."""
 
 _GOOD = ((1.0, 0), (1.0, 90), (1.0, 75), (0.75, 75), (0.5, 75), (0.5, 50))
-"""Scale and quality, from the best; quality 0 stands for lossless."""
+"""Pairs of scale and quality to try, best first; quality 0 means lossless."""
 
 _POOR = ((0.35, 50), (0.25, 40), (0.15, 40), (0.08, 40), (0.04, 40))
 
 _LEAST = {0: 0.4, 90: 0.06, 75: 0.03, 50: 0.02, 40: 0.0}
-"""Bytes a pixel by quality, below which no photograph comes out: such a trial is not made."""
+"""Bytes per pixel, by quality, that a photograph needs at least; with fewer, the quality isn't tried."""
 
 
 def share_bytes(cells: int) -> int:
-    """Return the number of bytes for the frames of one cell, so that a report stays under 30 MB."""
+    """Return the bytes that the frames of one of `cells` cells may take in a report of 30 MB."""
     return max(4_000, WHOLE_BYTES * 3 // 4 // max(1, cells))
 
 
@@ -201,7 +206,7 @@ def make_sheet(frames: Frames, most_bytes: int) -> Sheet:
 
     Args:
         frames: `[T, H, W, 3]` uint8, or `[T, H, W]` for grey.
-        most_bytes: of the file; the smallest trial is kept when none fits.
+        most_bytes: limit for the file; the smallest trial is returned if none fits.
     """
     last: Sheet | None = None
     thinned = [every for every in (1, 2, 4, 8) if every == 1 or len(frames) >= 4 * every]

@@ -1,10 +1,10 @@
-"""`compare`: prompts by precisions, one cell after the other, interleaved and resumable.
+"""`compare`: run a matrix of prompts by precisions cell by cell, so that it can be resumed.
 
-Row by row each prompt runs in every precision, forwards and backwards in turn, so that a machine
-that grows warm or busy hits all alike. One seed is one noise: it is drawn on the CPU, and the
-same numbers come out rounded to each precision. A cell is written as it is done; when its row is
-whole it is measured against the reference, and only the measures and small pictures stay. A second
-start with the same request goes on behind what is there.
+Each prompt (a row) runs in every precision. The order of precisions alternates from row to row, so that a
+machine that gets warm or busy slows all of them equally. Noise is drawn on the CPU from the seed, so that
+each precision gets the same numbers, rounded. Each finished cell is saved. When a row is complete, its
+cells are measured against the reference, and only the measures and small pictures are kept. A second start
+with the same request resumes after the last finished cell.
 """
 
 from __future__ import annotations
@@ -71,12 +71,17 @@ if TYPE_CHECKING:
     import torch
 
 Prompt = tuple[int, str]
-"""A line number and a text."""
+"""Line number and text of a prompt."""
 
 
 @dataclass(frozen=True)
 class _KeptRow:
-    """A measured row as it is kept between two starts."""
+    """A measured row as it is saved, so that a comparison can be resumed.
+
+    Attributes:
+        heats: headroom maps by precision.
+        peak_source: how peak memory was measured.
+    """
 
     row: Row
     heats: dict[str, tuple[Heat, ...]]
@@ -86,7 +91,14 @@ class _KeptRow:
 
 @dataclass
 class _Matrix:
-    """A comparison while it goes on."""
+    """State of a running comparison.
+
+    Attributes:
+        names: the precisions.
+        folder: where finished cells and rows are saved.
+        ranked: the precisions, most precise first.
+        runs: functions that run a program other than a pipeline, one for each row.
+    """
 
     subject: Subject
     request: Request
@@ -176,7 +188,7 @@ class _Matrix:
                 part.write_text(to_json(self.variants), encoding="utf-8")
 
     def read_variants(self) -> None:
-        """Read the precisions that an earlier start recorded; those that failed to load are retried."""
+        """Load the precisions' records from an interrupted start; ones that failed are tried again."""
         path = self.folder / "variants.json"
         with contextlib.suppress(UnreadableError, InputError):  # they are found anew
             for name, plain in read_json_table(path).items():
@@ -241,30 +253,29 @@ def compare(
     Args:
         pipe_or_source: a Diffusers pipeline, which is copied and left unchanged; or a Hub id,
             Diffusers folder, single safetensors file, bundled model, or `Source`; or another program
-            as `guard` takes it, which is cast in place for each run and restored at the end; or
+            that `guard` accepts, which is cast in place for each run and restored at the end; or
             the result of `describe_subject` for one of these.
-        prompts: a text, several, or pairs of a line number and a text; an empty text for a pipeline
-            that takes none. For a program other than a pipeline: a function without arguments that
+        prompts: one text, several, or pairs of a line number and a text; an empty text for a pipeline
+            without a prompt. For a program other than a pipeline: a function without arguments that
             runs it once and returns pictures, arrays or tensors, or several such functions. PyTorch's
             seed is set before each run.
         precisions: `fp32`, `bf16`, `fp16` (rescaled), `fp16-plain` (nothing repaired), `autocast` (fp32
-            weights under `torch.autocast` in fp16), `clamp` (plain fp16, every layer's output brought
-            back to 65504), a `Plan` or the path of its file, `auto`, or by component:
+            weights under `torch.autocast` in fp16), `clamp` (plain fp16 with every layer's output
+            clamped to ±65504), a `Plan` or the path of its file, `auto`, or by component:
             `transformer=bf16,vae=fp32`, in a text with others `transformer=bf16+vae=fp32`.
-        request: sizes, steps, guidance and a picture or video to start from. Its seed is the first
-            prompt's; each further prompt has the next seed.
-        thresholds: the limits within which two pictures count as the same.
-        device: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`; a subject has its own.
-        folder: keeps finished cells until the end, so that a second start resumes; None for a
-            temporary folder.
+        request: sizes, steps, guidance and a picture or video to start from. Its seed is that of the
+            first prompt; each further prompt has the next seed.
+        thresholds: limits within which two pictures count as the same.
+        device: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`; ignored for a subject, which has its own.
+        folder: folder for finished cells, from which a second start resumes; None for a temporary one.
         progress: called with the stage, the item, and the done and total counts.
 
     Raises:
-        InputError: the program is no pipeline, and texts were given; or it is one, and a function was.
-        OptionError: a precision is unknown, or the pipeline does not take the request.
+        InputError: texts were given for a program that is not a pipeline, or functions for a pipeline.
+        OptionError: a precision is unknown, or the pipeline does not accept the request.
         SourceError: the model is missing, damaged or refused.
 
-    Cost: a run for each prompt and precision; of one row, the latents of every step on disk.
+    Cost: a run for each prompt and precision; on disk, the latents of every step of one row.
     """
     asked = check_request("compare", request) or Request()
     limits = thresholds or Thresholds()
@@ -306,9 +317,9 @@ def compare(
 def number_prompts(
     given: str | Run | Sequence[str | Prompt | Run],
 ) -> tuple[list[Prompt], list[Run]]:
-    """Return the prompts with their line numbers, and the functions that run a program.
+    """Number the prompts, and list the functions that run a program other than a pipeline.
 
-    A function has an empty text. A single text or function counts as a list of one.
+    The prompt of a function is an empty text. A single text or function counts as a list of one.
     """
     listed: Any = [given] if isinstance(given, str) or callable(given) else given
     expected = "A prompt is a text; a program that is no pipeline is run by a function."
@@ -325,9 +336,10 @@ def number_prompts(
 
 
 def _name_precisions(given: Any, folder: Path) -> tuple[str, ...]:
-    """Return the names of the precisions that are compared.
+    """Return the names of the precisions to compare.
 
-    A dtype has the name of its format. A plan is written into the folder, and its path is its name.
+    The name of a dtype is that of its format. A `Plan` is written into the folder, and its path is its
+    name.
     """
     names = []
     for one in given if isinstance(given, (list, tuple)) else [given]:
@@ -392,7 +404,7 @@ def list_request_fields(request: Request) -> dict[str, Any]:
 def _sign_request(
     subject: Subject, request: Request, thresholds: Thresholds, names: Sequence[str], count: int
 ) -> str:
-    """Return a signature of everything that must be unchanged when a comparison resumes."""
+    """Return a hash of everything that must be unchanged for a comparison to resume."""
     plans = [Path(n).read_text(encoding="utf-8") for n in names if Path(n).is_file()]
     given = [getattr(request, name) for name in MEDIA]
     media = ["" if x is None else hashlib.sha256(x.tobytes()).hexdigest() for x in given]

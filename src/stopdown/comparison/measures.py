@@ -1,7 +1,7 @@
-"""How far one run is from another: frames, latents, calls, and where the two first part.
+"""Distances between two runs: of frames, latents and calls, and the block at which they first diverge.
 
-Frames are fp32 in [0, 1] as the pipeline gave them; NaN counts as black, which is what a cast makes
-of it. Nothing is rounded to 8 bits before it is measured.
+Frames are fp32 in [0, 1] as the pipeline returned them, not rounded to 8 bits. NaN counts as black, since a
+cast to uint8 makes it so.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def clean_frames(frames: Frames) -> tuple[Frames, int]:
 
 
 def read_values(result: Any) -> tuple[Frames, int]:
-    """Read the output of a program: its floating values `[N]` in fp32, or its 8-bit pictures as frames.
+    """Read the output of a program: its floating values `[N]` in fp32, or else its 8-bit frames.
 
     Returns:
-        The values with NaN and Inf as 0, and how many of them there were.
+        The values, with NaN and Inf replaced by 0, and the number of values that were.
     """
     leaves = iterate_leaves(result, (torch.Tensor, np.ndarray))
     floats = [x for x in map(torch.as_tensor, leaves) if x.is_floating_point()]
@@ -67,7 +67,7 @@ def read_values(result: Any) -> tuple[Frames, int]:
 
 
 def measure_values(values: Frames, reference: Frames) -> Measures:
-    """Measure the distance between two arrays other than pictures, relative to the reference's range."""
+    """Measure the distance of `[N]` values from a reference, as a share of the reference's range."""
     span = float(reference.max() - reference.min()) or 1.0
     rmse = float(np.sqrt(np.mean((values.astype(np.float64) - reference) ** 2))) / span
     psnr_db = -20 * math.log10(rmse) if rmse else None
@@ -81,7 +81,7 @@ def measure_frames(frames: Frames, reference: Frames) -> tuple[Measures, Frames 
         frames, reference: `[T, H, W, 3]` fp32 in [0, 1] of the same shape.
 
     Returns:
-        Measures, and `[T, H, W]` fp32 from 0 to 1; None where FLIP is not installed.
+        The measures, and the FLIP maps `[T, H, W]`, fp32 from 0 to 1; None if FLIP is not installed.
     """
     difference = frames.astype(np.float64) - reference
     mse = float(np.mean(difference**2))
@@ -126,9 +126,9 @@ def _measure_ssim(frames: Frames, reference: Frames) -> float | None:
 
 
 def _map_flip(frames: Frames, reference: Frames) -> Frames | None:
-    """Map the FLIP error of each frame at 67 pixels a degree, the library's default.
+    """Map the FLIP error of each frame at 67 pixels per degree, the library's default.
 
-    Returns `[T, H, W]`, or None where FLIP is not installed.
+    Returns `[T, H, W]`, or None if FLIP is not installed.
     """
     if importlib.util.find_spec("flip_evaluator") is None:
         return None
@@ -150,7 +150,7 @@ def _map_flip(frames: Frames, reference: Frames) -> Frames | None:
 def measure_latents(
     latents: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]
 ) -> tuple[float | None, ...]:
-    """Return the relative L2 error of the latents after each step; None where it is not finite."""
+    """Return the relative L2 error of the latents after each step; None if it isn't finite."""
     pairs = zip(latents, reference, strict=False)
     return tuple(_measure_pair(one, other) for one, other in pairs)
 
@@ -173,11 +173,11 @@ def measure_calls(trace: Trace, reference: Trace) -> tuple[CallError, ...]:
 
 
 def find_parting(trace: Trace, reference: Trace, *, scaled: bool) -> Divergence | None:
-    """Find the first block, in call order, with a non-finite value or an error above `PARTING`.
+    """Find the first block, in call order, with a non-finite value or a relative error above `PARTING`.
 
     Args:
-        scaled: blocks may hold values times powers of two (a plan's exponents): those are taken
-            off value by value before the two are compared.
+        scaled: whether a plan's exponents may have scaled the block's values by powers of two. These are
+            estimated for each value and divided out before the comparison.
     """
     for key in trace.samples:
         other = reference.samples.get(key)
@@ -199,13 +199,17 @@ def find_parting(trace: Trace, reference: Trace, *, scaled: bool) -> Divergence 
 
 
 def is_lost(trace: Trace, reference: Trace, key: tuple[str, int | None, str]) -> bool:
-    """Return whether a block produced NaN or Inf where the reference stayed finite."""
+    """Return whether a block returned NaN or Inf and the reference's block did not.
+
+    Args:
+        key: component, step and path of the block.
+    """
     own, other = trace.amax.get(key, 0.0), reference.amax.get(key, 0.0)
     return math.isfinite(other) and not math.isfinite(own)
 
 
 def _take_powers_off(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Divide each value by the power of two that brings it nearest to its reference."""
+    """Divide each value by the power of two that brings it closest to its reference."""
     ratio = (values / reference).abs()
     known = torch.isfinite(ratio) & (ratio > 0)
     exponents = torch.where(known, ratio.log2().round(), torch.zeros_like(ratio))
@@ -213,9 +217,9 @@ def _take_powers_off(values: torch.Tensor, reference: torch.Tensor) -> torch.Ten
 
 
 def find_headroom(trace: Trace) -> tuple[float | None, str]:
-    """Return the least headroom of all blocks, in bits to 65504, and its place.
+    """Return the least headroom of all blocks, in bits below 65504, and the block and step.
 
-    The headroom is None where a value is not finite.
+    The headroom is None if a value there is not finite, or if no block was recorded.
     """
     if not trace.amax:
         return None, ""
@@ -236,7 +240,7 @@ def draw_heats(trace: Trace) -> tuple[Heat, ...]:
 
 
 def join_heats(runs: Iterable[Sequence[Heat]]) -> tuple[Heat, ...]:
-    """Merge the headroom of several runs, with the least value at each block and step."""
+    """Merge the headroom maps of several runs: keep the least headroom of each block and step."""
     found: dict[str, dict[str, list[tuple[float | None, ...]]]] = {}
     for heat in itertools.chain.from_iterable(runs):
         rows = found.setdefault(heat.component, {})

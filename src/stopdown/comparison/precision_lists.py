@@ -1,4 +1,4 @@
-"""The list of precisions that a comparison is asked for, read and checked without PyTorch."""
+"""Parsing of the list of precisions to compare, without PyTorch."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from stopdown.errors import OptionError
 from stopdown.plans.precision import find_plan_path, parse_request
 
 OWN_WORDS = ("autocast", "clamp")
-"""Precisions that only a comparison knows."""
+"""Precisions that exist only in comparisons."""
 
 
 def parse_precisions(given: str | Sequence[str]) -> tuple[str, ...]:
     """Parse a list of precisions such as `fp32,bf16,fp16,fp16-plain,autocast,clamp,plan.json`.
 
     Args:
-        given: a list, or several that are joined. One precision may differ by component: alone it is
-            written as everywhere, `transformer=bf16,vae=fp32`; inside a list, whose commas separate
-            precisions, `transformer=bf16+vae=fp32`.
+        given: one list, or several that are joined. A precision may differ by component: alone it is
+            written `transformer=bf16,vae=fp32`; inside a list, whose commas separate precisions,
+            `transformer=bf16+vae=fp32`.
 
     Returns:
-        Their names; one by component has a plus between its parts.
+        The names of the precisions; one by component has a plus between its parts.
+
+    Raises:
+        OptionError: there are fewer than two precisions, or one is listed twice.
     """
     lists = (given,) if isinstance(given, str) else given
     names = tuple(_parse_entry(entry) for text in lists for entry in _split(text))
@@ -36,7 +39,7 @@ def parse_precisions(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _split(text: str) -> list[str]:
-    """Split a list at its commas; a list whose entries all name components is one precision."""
+    """Split a list at its commas, unless all its entries name components: it is one precision then."""
     entries = [entry.strip() for entry in text.split(",") if entry.strip()]
     by_component = [entry for entry in entries if "=" in entry and not entry.endswith(".json")]
     if len(by_component) < 2:

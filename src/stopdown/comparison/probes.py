@@ -1,13 +1,13 @@
-"""What is read while one run goes on: block maxima, samples of blocks, outputs of calls, latents.
+"""Probes of a run: record block maxima, samples of block outputs, outputs of calls, and latents.
 
-Hooks stand at the blocks of each component (members of its module lists, and what is beside the
-lists). Each notes the smallest and largest value on the device, how many values are at fp16's
-maximum, and a few values at fixed places; they are read with one transfer at the end of the call. The
-outputs of calls and of the scheduler's steps are copied to the CPU, except for decoded pictures,
-which are the frames themselves.
+Each block of a component (a member of a module list, or a module beside the lists) has a forward hook. It
+computes, on the device, the smallest and largest output value, the number of values at fp16's maximum, and
+a few values at fixed positions. These are copied to the host once per call. The outputs of calls and of the
+scheduler's steps are copied to the CPU, except for decoded pictures, which are the frames themselves.
 
-**Catches** NaN, Inf and saturation at the outputs of blocks, where runs part, how far each call is.
-**Does not catch** what happens inside a block and does not leave it.
+**Catches** NaN, Inf and saturation in the outputs of blocks, the block at which two runs diverge, and the
+error of each call.
+**Does not catch** values inside a block that do not reach its output.
 """
 
 from __future__ import annotations
@@ -30,22 +30,26 @@ from stopdown.numerics import count_non_finite, iterate_tensors
 from stopdown.scaling import ComponentCall, Rank, intercept
 
 SAMPLES = 64
-"""Values of a block's output that are kept."""
+"""Number of values recorded from a block's output."""
 
 _Key = tuple[str, int | None, str]
 
 
 @dataclass
 class Trace:
-    """What one run left.
+    """Recorded values of one run.
 
     Attributes:
-        amax: component, step and path of a block to its largest magnitude; NaN or Inf when it was.
-        samples: the same places to values of the first call there, fp32 on the CPU.
-        outputs: component and step of each call to what it returned, in its own dtype on the CPU.
-        latents: after each step, in their own dtype on the CPU.
-        probe_s: stage to seconds spent in probing during its calls.
-        order: paths of the blocks of each component, in the order of the module.
+        amax: maps component, step and path of a block to its largest output magnitude, which may be NaN
+            or Inf.
+        samples: maps the same keys to output values of the first such call, `[SAMPLES]` fp32 on the CPU.
+        outputs: component, step and output of each call, in its own dtype on the CPU.
+        latents: latents after each step, in their own dtype on the CPU.
+        non_finite: number of NaN and Inf values in the outputs of calls.
+        saturated: number of fp16 values at 65504 in the outputs of blocks.
+        clamped: number of values that the clamp of `Probe` replaced.
+        probe_s: seconds spent on recording, by stage of the run.
+        order: paths of the blocks of each component, in the module's order.
     """
 
     amax: dict[_Key, float] = field(default_factory=dict)
@@ -61,7 +65,14 @@ class Trace:
 
 @dataclass
 class _Pending:
-    """Of the call that goes on: path, bounds, saturated values, sample; all on the device."""
+    """Records of the current call of one module, still on the device.
+
+    Attributes:
+        seen: path, smallest and largest value, number of saturated values, and sample of each block.
+        clamped: number of values that each clamp replaced.
+        elapsed_s: seconds spent in the hooks.
+        blocks: paths of the blocks.
+    """
 
     seen: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = field(
         default_factory=list
@@ -72,12 +83,12 @@ class _Pending:
 
 
 class Probe:
-    """A context manager around one run of a pipeline or another program.
+    """Context manager that fills a `Trace` during one run of a pipeline or another program.
 
     Args:
-        clamps: bring the floating output of every layer back to +-65504 and NaN to 0, as users do.
+        clamps: replace Inf by ±65504 and NaN by 0 in every layer's fp16 output, as users do.
 
-    Cost: at each block three reductions; at each call one host read and a copy of its output.
+    Cost: three reductions per block; one host read and a copy of the output per call.
     """
 
     def __init__(self, pipe: Any, *, clamps: bool = False) -> None:
@@ -144,7 +155,7 @@ class Probe:
         return output
 
     def _read(self, callee: Callee, step: int | None, pending: _Pending) -> None:
-        """Copy the hooks' records to the host.
+        """Copy the records of a finished call to the host, and add them to the trace.
 
         Cost: one host read.
         """
@@ -199,7 +210,7 @@ def _clamp(pending: _Pending, module: Any, args: Any, output: Any) -> Any:
 
 
 def find_block_paths(owner: torch.nn.Module) -> tuple[str, ...]:
-    """Return the paths of a component's blocks: members of module lists, and modules beside these lists."""
+    """Return the paths of a component's blocks: members of module lists, and modules beside the lists."""
     found = []
     for path, module in owner.named_modules():
         if not path or isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
@@ -212,7 +223,7 @@ def find_block_paths(owner: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _stands_beside(owner: torch.nn.Module, path: str) -> bool:
-    """Return whether a module has module lists beside it but none inside, such as a last norm."""
+    """Return whether a module has module lists as siblings but none inside, such as a final norm."""
     parent = owner.get_submodule(path.rpartition(".")[0])
     module = owner.get_submodule(path)
     return _has_list(parent) and not any(_has_list(child) for child in module.modules())

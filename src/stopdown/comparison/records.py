@@ -1,7 +1,7 @@
-"""What a comparison of precisions found, as plain data: no tensor is seen here.
+"""Records of a comparison of precisions, without tensors.
 
-Frames and difference maps are kept as small sheets of pictures, so that a record makes a report by
-itself; every number was measured on the frames in full size, before they were made small.
+Frames and difference maps are stored as small pictures, so that a report needs nothing but the record. All
+measures are those of the frames in full size.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from stopdown.record_display import Displayed, Summary
 from stopdown.records import SCHEMA, ComponentPlan, Finding, Plan, Repair
 
 PARTING = 0.05
-"""Relative error at which two runs part: ten times what rounding to bf16 alone leaves (2^-8)."""
+"""Relative error at which two runs count as diverged: ten times the rounding error of bf16 (2^-8)."""
 
 
 @dataclass(frozen=True, repr=False)
 class Thresholds(Displayed):
-    """What a picture must reach against the reference to count as the same; None is not asked.
+    """Limits within which a picture counts as the same as the reference; None sets no limit.
 
     Attributes:
-        psnr_db: least peak signal-to-noise ratio.
+        psnr_db: least peak signal-to-noise ratio, in dB.
         ssim: least structural similarity.
         flip: largest mean FLIP error.
-        flicker: largest root mean square of what the error changes from frame to frame.
+        flicker: largest root mean square of the error's change from frame to frame.
         source: where the defaults come from.
     """
 
@@ -45,15 +45,15 @@ class Thresholds(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Sheet(Displayed):
-    """The frames of a clip in one picture, row by row.
+    """Frames of a clip drawn row by row into one picture.
 
     Attributes:
-        width, height: of one frame as it is kept, in pixels.
-        frames: how many there are.
+        width, height: size of one frame in the sheet, in pixels.
+        frames: number of frames.
         columns: frames in a row of the sheet.
-        every: one in so many frames of the clip was kept.
+        every: the sheet has every n-th frame of the clip.
         mime: `image/webp` or `image/png`.
-        data: the file, in base64.
+        data: the picture file, in base64.
     """
 
     width: int
@@ -67,15 +67,15 @@ class Sheet(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Measures(Displayed):
-    """How far the frames of a run are from those of the reference, `[0, 1]` for black to white.
+    """Distance of a run's frames from those of the reference; values from 0 (black) to 1 (white).
 
     Attributes:
-        identical: bit for bit the same; `psnr_db` is None then, because it would be infinite.
+        identical: whether they are equal bit for bit; `psnr_db` is None then, as it would be infinite.
         rmse: root mean square of the difference over all values.
-        psnr_db: peak signal-to-noise ratio over all values.
+        psnr_db: peak signal-to-noise ratio over all values, in dB.
         ssim: structural similarity, mean over frames; None for frames below 11 pixels.
-        flip: mean FLIP error over frames, at 67 pixels a degree; None where it is not installed.
-        flicker: root mean square of what the error changes from frame to frame; None for a picture.
+        flip: mean FLIP error over frames, at 67 pixels per degree; None if FLIP is not installed.
+        flicker: root mean square of the error's change from frame to frame; None for a picture.
     """
 
     identical: bool
@@ -88,12 +88,12 @@ class Measures(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class CallError(Displayed):
-    """How far one call's output is from that of the reference.
+    """Error of one component call's output against the reference.
 
     Attributes:
-        component: `transformer`, `vae.encode`.
-        step: of the run, from 0; None outside of denoising.
-        rel_err: 2-norm of the difference over that of the reference; None when it is not finite.
+        component: the component or its method: `transformer`, `vae.encode`.
+        step: denoising step, from 0; None outside of denoising.
+        rel_err: 2-norm of the difference over that of the reference; None if it is not finite.
     """
 
     component: str
@@ -103,13 +103,13 @@ class CallError(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Divergence(Displayed):
-    """Where two runs first part by more than a limit.
+    """First block at which a run differs from the reference by more than a limit.
 
     Attributes:
         component, step: the call.
-        module_path: the first block of it that parts: `transformer:transformer_blocks.1`.
-        rel_err: relative error there, over a sample of its values; None when it is not finite.
-        limit: what it passed.
+        module_path: the first such block in that call: `transformer:transformer_blocks.1`.
+        rel_err: relative error over a sample of the block's output; None if it is not finite.
+        limit: the limit that was exceeded.
     """
 
     component: str
@@ -121,26 +121,26 @@ class Divergence(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Cell(Displayed):
-    """One prompt under one precision.
+    """Result of one prompt in one precision.
 
     Attributes:
-        precision: as it was named.
-        error: why it has no frames, "" when it has.
-        stages_s: seconds by stage, without those of the probes.
-        elapsed_s: seconds in all.
-        peak_bytes: highest memory.
-        non_finite: NaN and Inf in what the components returned and in the frames.
-        saturated: values at the outputs of blocks that stand at fp16's maximum, in fp16.
-        clamped: values that a clamp brought back.
-        headroom_bits: bits between the largest magnitude at a block's output and 65504, fp16's
-            maximum, whatever the precision; negative where fp16 would overflow. None when not finite.
-        tightest: where that is.
-        faults: what the guard saw, each with where it began; nothing was repaired.
+        precision: name of the precision, as the user wrote it.
+        error: why there are no frames; "" if there are.
+        stages_s: seconds by stage, without the time that probes took.
+        elapsed_s: seconds in total.
+        peak_bytes: peak memory.
+        non_finite: number of NaN and Inf values in the components' outputs and in the frames.
+        saturated: number of fp16 values at fp16's maximum in the outputs of blocks.
+        clamped: number of values that a clamp replaced.
+        headroom_bits: bits between the largest magnitude of a block's output and 65504, fp16's
+            maximum, in any precision; negative if fp16 would overflow. None if it is not finite.
+        tightest: the block and step with the least headroom.
+        faults: NaN and Inf that the guard detected, each with its origin; nothing was repaired.
         findings: frames that are black, grey, frozen or noise.
-        measures: against the reference; None without frames.
-        latents_rel_err: of the latents after each step; None where not finite.
-        calls: of what each component returned.
-        parting: where the run first parts from the reference.
+        measures: distance from the reference; None without frames.
+        latents_rel_err: relative error of the latents after each step; None if it is not finite.
+        calls: error of each component call's output.
+        parting: where the run first diverges from the reference; None if it does not.
         sheet, difference: frames, and FLIP error maps from 0 (black) to 1 (white).
         verdict: `reference`, `same`, `other`, `broken` or `failed`.
         reasons: whole sentences.
@@ -170,11 +170,11 @@ class Cell(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Row(Displayed):
-    """One prompt under every precision.
+    """Results of one prompt in every precision.
 
     Attributes:
-        line: of the prompt file, from 1.
-        reference: the precision that the others are measured against here.
+        line: line number in the prompt file, from 1.
+        reference: the precision against which the others are measured for this prompt.
     """
 
     line: int
@@ -186,11 +186,11 @@ class Row(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class BadLine(Displayed):
-    """A line of the prompt file that was not run.
+    """Line of the prompt file that was not run.
 
     Attributes:
-        text: its beginning.
-        reason: what is wrong with it, a whole sentence.
+        text: the first characters of the line.
+        reason: what is wrong with the line, as a sentence.
     """
 
     line: int
@@ -199,7 +199,7 @@ class BadLine(Displayed):
 
 
 SPOILT = -1000.0
-"""Stands for the headroom of a value that was not finite."""
+"""Placeholder for the headroom of a value that was NaN or Inf."""
 
 
 def count_bits(amax: float | None) -> float | None:
@@ -212,7 +212,11 @@ def count_bits(amax: float | None) -> float | None:
 def list_bits(
     amax: Mapping[tuple[str, int | None], float | None],
 ) -> dict[str, tuple[float | None, ...]]:
-    """Map each module path to its headroom in each step, in bits; None without a call, and for zeros."""
+    """Map each module path to its headroom in each step, in bits; None if it was not called, or all zero.
+
+    Args:
+        amax: maps a module path and step to the largest magnitude there.
+    """
     bits = {(path, step or 0): count_bits(value) for (path, step), value in amax.items()}
     steps = sorted({step for _, step in bits})
     rounded = {place: None if x is None else round(x, 2) for place, x in bits.items()}
@@ -221,13 +225,13 @@ def list_bits(
 
 @dataclass(frozen=True, repr=False)
 class Heat(Displayed):
-    """Headroom of a component's blocks over the calls of a run, the tightest of all prompts.
+    """Headroom of a component's blocks in each step, the least of all prompts.
 
     Attributes:
-        component: `transformer`, `vae.decode`.
-        module_paths: paths of the blocks, in the order of the module.
-        bits: for each module path one value for each step: bits to fp16's maximum; None when it was not
-            called, -1000 when a value was not finite.
+        component: the component or its method: `transformer`, `vae.decode`.
+        module_paths: paths of the blocks, in the module's order.
+        bits: for each block, the headroom in bits below fp16's maximum by step; None if it was not
+            called, -1000 if a value was not finite.
     """
 
     component: str
@@ -237,22 +241,22 @@ class Heat(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Variant(Displayed):
-    """One precision over all prompts.
+    """Results of one precision over all prompts.
 
     Attributes:
-        name: as it was named.
-        meaning: what it is, in one sentence.
-        error: why it could not be loaded, "" when it could.
-        load_s: seconds of loading, the making of a plan included.
-        weights_bytes: of its parameters and buffers.
+        name: name of the precision, as the user wrote it.
+        meaning: description of the precision in one sentence.
+        error: why it could not be loaded; "" if it could.
+        load_s: seconds of loading, including those to make a plan.
+        weights_bytes: bytes of parameters and buffers.
         decisions: precision of each component.
-        plan: what it was rescaled by.
-        strategy: how it stayed within a limit of memory; "" without one.
+        plan: plan that rescaled the model; None without one.
+        strategy: memory strategy that kept it within the limit; "" without a limit.
         heats: headroom by component.
-        time_ratios: stage to its time over the reference's, the median over prompts; `all` for the
+        time_ratios: median over prompts of each stage's time relative to the reference's; `all` for the
             whole run.
-        peak_bytes: largest of its cells.
-        verdict: the worst of its cells': `reference`, `same`, `other`, `broken` or `failed`.
+        peak_bytes: largest peak memory of its cells.
+        verdict: the worst of its cells' verdicts: `reference`, `same`, `other`, `broken` or `failed`.
         reasons: whole sentences.
     """
 
@@ -278,36 +282,36 @@ WORDS = {
     "broken": "broken",
     "failed": "did not run",
 }
-"""Verdicts as they are shown."""
+"""Verdicts in the words that users see."""
 
 SIGNS = {"reference": "◎", "same": "✓", "other": "≠", "broken": "✕", "failed": "—"}
-"""What is before a verdict, so that colour is not needed."""
+"""Sign before each verdict, so that it can be told without colour."""
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Displayed):
-    """The same prompts, seeds and noise under several precisions.
+    """Comparison of the same prompts, seeds and noise in several precisions.
 
     Attributes:
-        source: the model as it was named; the class of a pipeline in memory.
-        fingerprint: sha256 over its files, empty for a pipeline in memory.
+        source: the model as the user named it; the class of a pipeline in memory.
+        fingerprint: sha256 over the model's files; empty for a pipeline in memory.
         pipeline: class of the pipeline.
         request: options of the runs.
-        command: what repeats this.
-        device: where it ran.
-        device_reason: why there.
+        command: command line that repeats the comparison.
+        device: device of the runs.
+        device_reason: why that device was chosen.
         machine: versions and hardware.
-        thresholds: what counts as the same picture.
-        reference: the precision that the others are measured against; a row may have another one.
-        reference_reason: why.
-        recommended: the precision to take; None when there is none.
-        headline: which pictures are those of the reference, and which precision to use.
-        reasons: which precision is nearer to the reference than which, in whole sentences.
-        variants: the precisions.
-        rows: the prompts.
+        thresholds: limits within which a picture counts as the same.
+        reference: the precision against which the others are measured; a row may have another one.
+        reference_reason: why that precision is the reference.
+        recommended: the precision to use; None if there is none.
+        headline: which precisions give the reference's pictures, and which one to use.
+        reasons: for pairs of precisions, which one is closer to the reference, in whole sentences.
+        variants: results by precision.
+        rows: results by prompt.
         bad_lines: lines of the prompt file that were not run.
-        peak_source: how memory was read.
-        elapsed_s: seconds of all runs, also those of an earlier start.
+        peak_source: how peak memory was measured.
+        elapsed_s: seconds of all runs, including those of an interrupted start.
     """
 
     source: str
@@ -333,7 +337,7 @@ class Comparison(Displayed):
     schema: int = field(default=SCHEMA)
 
     def summarise(self) -> Summary:
-        """Summarise each precision in a row, with the verdict, its reasons and the skipped runs below."""
+        """Return a table with a row for each precision, and notes: verdict, reasons and skipped runs."""
         headings = ("precision", "verdict", "PSNR, dB", "SSIM", "FLIP", "time", "headroom, bits")
         notes = [("", self.headline)]
         notes += [("", self.reference_reason)] if self.reference != "fp32" else []
@@ -371,19 +375,19 @@ def pick_cells(rows: Sequence[Row], name: str) -> list[Cell]:
 
 
 def format_ratio(ratio: float | None) -> str:
-    """Format a ratio: `0.64×`, `310×`, or a dash where it is unknown."""
+    """Format a ratio: `0.64×`, `310×`, or a dash if it is unknown."""
     if ratio is None or not math.isfinite(ratio):
         return "–"
     return f"{ratio:.0f}×" if ratio >= 20 else f"{ratio:.2f}×"
 
 
 def format_number(value: float | None, digits: int = 2) -> str:
-    """Format a number with so many decimals, or as a dash where it is unknown."""
+    """Format a number with `digits` decimals, or as a dash if it is unknown."""
     return "–" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
 def format_bits(bits: float | None) -> str:
-    """Format headroom: `4.1 bits`, `−1.9 bits`, `not finite`, or a dash where it is unknown."""
+    """Format headroom: `4.1 bits`, `−1.9 bits`, `not finite`, or a dash if it is unknown."""
     if bits is None:
         return "–"
     return "not finite" if bits <= SPOILT else f"{bits:.1f}".replace("-", "−")
@@ -396,7 +400,7 @@ def find_median(values: Iterable[float | None]) -> float | None:
 
 
 def summarise_measure(cells: Sequence[Cell], name: str) -> tuple[float | None, float | None]:
-    """Return the median and the worst value of a measure; for PSNR and SSIM the least is the worst."""
+    """Return the median and the worst value of a measure over cells; for PSNR and SSIM, low is bad."""
     values = [getattr(cell.measures, name) for cell in cells if cell.measures is not None]
     known = [x for x in values if x is not None]
     worst = min if name in ("psnr_db", "ssim") else max
@@ -404,7 +408,7 @@ def summarise_measure(cells: Sequence[Cell], name: str) -> tuple[float | None, f
 
 
 def find_tightest(cells: Sequence[Cell]) -> tuple[float | None, str]:
-    """Return the least headroom over prompts, in bits, and its place; `SPOILT` for NaN or Inf."""
+    """Return the least headroom over prompts, in bits, with its block; `SPOILT` for NaN or Inf."""
     ran = [cell for cell in cells if not cell.error]
     known = [(cell.headroom_bits, cell.tightest) for cell in ran if cell.headroom_bits is not None]
     if len(known) < len(ran):

@@ -1,7 +1,7 @@
-"""What is compared: a checkpoint or a pipeline in memory, opened in one precision after the other.
+"""Subjects of a comparison: a checkpoint, pipeline or program, opened in several precisions in turn.
 
-As many pipelines are kept open as the device holds with room for a run; the one that was used
-longest ago is closed first.
+As many pipelines stay loaded as the device holds besides a run. The least recently used one is closed
+first.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from stopdown.sources.source_checks import verify_source
 from stopdown.sources.sources import fingerprint, resolve_source
 
 Run = Callable[[], Any]
-"""Runs a program once: pictures, arrays or tensors."""
+"""Function that runs a program once, and returns pictures, arrays or tensors."""
 
 MEANINGS = {
     "fp32": "Weights and arithmetic in fp32.",
@@ -70,7 +70,7 @@ MEANINGS = {
 
 
 _LOADED_AS = {"autocast": "fp32", "clamp": PLAIN_FP16}
-"""What is loaded for a precision that is a way to run another one."""
+"""Precision in which the weights are loaded for precisions that only change how the model is run."""
 
 
 def explain_meaning(name: str) -> str:
@@ -82,10 +82,10 @@ def explain_meaning(name: str) -> str:
 
 @dataclass
 class OpenSubject:
-    """A pipeline in one precision.
+    """A loaded pipeline in one precision.
 
     Attributes:
-        loaded: the pipeline on its device, with what is taken off when it is closed.
+        loaded: the pipeline on its device, with the patches to undo when it is closed.
     """
 
     loaded: AppliedPlan
@@ -94,18 +94,19 @@ class OpenSubject:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that rescaled it; None without exponents."""
+        """The plan that rescaled the pipeline; None if its plan has no exponents."""
         return None if self.loaded.plan.is_bare else self.loaded.plan
 
 
 @dataclass
 class Subject:
-    """What is compared, and how it is opened.
+    """Model or program to compare, with functions that load it in a precision.
 
     Attributes:
-        scheduler: class in the place of the model's own; "" for that.
-        keeps_one: it is in one precision at a time: in memory and not copied, or within a limit.
-        memory: the limit that its runs stay within, in bytes; "" for none.
+        scheduler: class used instead of the model's own scheduler; "" for its own.
+        keeps_one: whether only one precision can be loaded at a time, because the program is cast in
+            place or a memory limit applies.
+        memory: memory limit of its runs; "" for none.
     """
 
     name: str
@@ -114,7 +115,7 @@ class Subject:
     device: Device
     classes: tuple[str, ...]
     _load: Callable[[str, Plan | None], AppliedPlan]
-    """By a precision; or by a plan, and what it is called."""
+    """Loads the program in a precision, or by a plan with the given name."""
     _make_plan: Callable[[], Plan]
     _fit: Callable[[AppliedPlan], AppliedPlan] = lambda loaded: loaded
     _opened: dict[str, OpenSubject] = field(default_factory=dict)
@@ -126,7 +127,7 @@ class Subject:
         """Load the pipeline in one precision, or return it if it is already open.
 
         Args:
-            folder: where a plan that has to be made is kept for the next start.
+            folder: folder in which a new plan is saved, so that a second start finds it.
         """
         found = self._opened.pop(name, None)
         if found is None:
@@ -153,7 +154,7 @@ class Subject:
         return read_plan(path)
 
     def _make_room(self) -> None:
-        """Close the least recently used pipelines until there is room for another one and its run."""
+        """Close the least recently used pipelines until another one and its run fit on the device."""
         while self._opened:
             sizes = [opened.weights_bytes for opened in self._opened.values()]
             has_room = sum(sizes) + 2 * max(sizes) < 0.6 * self.device.memory_bytes
@@ -176,9 +177,10 @@ def describe_subject(
     """Describe the model or program to compare, before anything is loaded.
 
     Args:
+        given: a pipeline, another program, or a source as for `compare`.
         runs: functions that run a program other than a pipeline, one for each row.
-        memory: the limit that each run of a checkpoint stays within.
-        names: the precisions that are compared: if one has to decode in tiles within the limit, all do,
+        memory: memory limit of each run of a checkpoint.
+        names: the precisions to compare. If one must decode in tiles to stay within the limit, all do,
             because tiles change the picture.
     """
     if not isinstance(given, (str, Path, Source)):
@@ -221,7 +223,7 @@ def describe_subject(
 def _choose_plan(
     source: Source, device: Device, request: Request, progress: Progress | None
 ) -> Plan:
-    """Return the plan that fp16 takes on a device."""
+    """Return the plan with which fp16 runs on a device, or raise `OptionError` if it has no exponents."""
     chosen = choose_plan(source, "fp16", device, request=request, progress=progress)
     if chosen.is_bare:
         raise OptionError(
@@ -241,7 +243,11 @@ def _fit(
     tiling: bool | None,
     loaded: AppliedPlan,
 ) -> AppliedPlan:
-    """Apply the memory strategy that keeps a loaded pipeline within its limit."""
+    """Apply the memory strategy that keeps a loaded pipeline within its plan's limit.
+
+    Args:
+        tiling: whether the decoder uses tiles.
+    """
     try:
         loaded = fit_run(loaded, request, device, lambda _: None, tiling=tiling)
     except StopdownError as error:
@@ -254,7 +260,7 @@ def _fit(
 def _choose_tiling(
     source: Source, device: Device, request: Request, limit_bytes: int, names: Sequence[str]
 ) -> bool:
-    """Decide from runs without weights whether all precisions decode in tiles."""
+    """Decide by dry runs whether all precisions must decode in tiles to stay within the limit."""
     facts, supports = gather_facts(source), probe_formats(device)
     fits: list[Fit] = []
     for asked in dict.fromkeys(_LOADED_AS.get(name, name) for name in names):
@@ -306,9 +312,9 @@ def _copy_pipe(pipe: Any, precision: str, plan: Plan | None) -> AppliedPlan:
 
 
 def _put_program(program: Any, precision: str, plan: Plan | None) -> AppliedPlan:
-    """Cast a program's modules and call arguments to one precision, or rescale them by a plan.
+    """Cast a program's modules and call arguments in place to one precision, or apply a plan to it.
 
-    The program belongs to the caller: a failed cast is undone.
+    If that fails, the caller's program is restored.
     """
     dtype = _find_dtype(precision, plan, "Compare it in one precision for all of its modules.")
     parts, patches = find_components(program), Patches()
@@ -353,7 +359,7 @@ def _decide(
 
 
 def _refuse_options(request: Request) -> None:
-    """Refuse options of a pipeline's call, which would reach nothing."""
+    """Refuse request fields other than prompt and seed, which a program without a pipeline cannot use."""
     options = dataclasses.replace(request, prompt=None, seed=Request.seed)
     if options != Request():
         raise OptionError(
@@ -373,6 +379,6 @@ def _count_bytes(pipe: Any) -> int:
 
 
 def _find_place(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's values, or of the values in its file while it is offloaded."""
+    """Return the address of a tensor's values, or while it is offloaded, of its stored values."""
     stored = find_stored(tensor)
     return (tensor if stored is None else stored.values).data_ptr()

@@ -1,7 +1,7 @@
-"""Which precision may be used: from measures and limits to a word, its reasons and a choice.
+"""Verdicts on precisions, with reasons, and a recommendation, from measures and thresholds.
 
-Pure rules over records; no tensor is seen here. A cell is `broken` when a picture is, `other` when it
-is a sound picture that differs from the reference, and `same` when it is within the thresholds.
+Rules over records, without tensors. A cell is `broken` if its picture is faulty, `other` if its picture is
+sound but differs from the reference, and `same` if it is within the thresholds.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from stopdown.comparison.records import Cell, Measures, Row, Thresholds, Variant
 WORST_FIRST = ("failed", "broken", "other", "same", "reference")
 
 _ORDER = ("fp32", "auto", "autocast", "fp16", "bf16", "fp16-plain", "clamp")
-"""From the most to the least precise; `fp16` stands for plans, too, and lists by component follow it."""
+"""Precisions from the most to the least precise; plans and precisions by component rank as `fp16`."""
 
 
 def rank_precisions(names: Iterable[str], *, needs_clamp: bool) -> list[str]:
     """Sort precisions from the most to the least precise that is valid for a model.
 
     Args:
-        needs_clamp: whether a clamp at fp16's maximum is part of the model. Such a model was made in
-            fp16, and unclamped arithmetic computes another function.
+        needs_clamp: whether a clamp at fp16's maximum is part of the model. Such a model was trained in
+            fp16, and computes something else without the clamp.
     """
     clamped = ("fp16-plain", "clamp", "fp16", "autocast", "bf16", "auto", "fp32")
     order = clamped if needs_clamp else _ORDER
@@ -42,14 +42,14 @@ def is_sound(cell: Cell) -> bool:
 
 
 def choose_reference(cells: Sequence[Cell], ranked: Sequence[str]) -> str:
-    """Return the most precise sound run, or the most precise of all when none is sound."""
+    """Return the name of the most precise sound run, or of the most precise one if none is sound."""
     by_name = {cell.precision: cell for cell in cells}
     sound = [name for name in ranked if name in by_name and is_sound(by_name[name])]
     return sound[0] if sound else ranked[0]
 
 
 def judge_cell(cell: Cell, reference: Cell, thresholds: Thresholds) -> Cell:
-    """Return a cell with its verdict and reasons."""
+    """Judge a cell against the reference; return it with its verdict and reasons."""
     verdict, reasons = _judge(cell, reference, thresholds)
     return dataclasses.replace(cell, verdict=verdict, reasons=tuple(reasons))
 
@@ -83,7 +83,7 @@ def _list_breaks(cell: Cell, reference: Cell) -> Iterable[str]:
 
 
 def _name_start(cell: Cell) -> str:
-    """Name the module and step of the first fault that the guard saw, or return ""."""
+    """Name the module and step of the first fault that the guard detected, or return ""."""
     for fault in cell.faults:
         step = "" if fault.step is None else f" at step {fault.step + 1}"
         return f", starting in {fault.module_path}{step}"
@@ -113,7 +113,7 @@ def _describe_measures(measures: Measures) -> str:
 
 
 def judge_variant(variant: Variant, rows: Sequence[Row]) -> Variant:
-    """Return a precision with its verdict over all prompts, its time ratios and its peak memory."""
+    """Judge a precision over all prompts; return it with its verdict, time ratios and peak memory."""
     cells = pick_cells(rows, variant.name)
     if variant.error or not cells:
         return dataclasses.replace(variant, verdict="failed", reasons=(variant.error,))
@@ -174,7 +174,7 @@ def _find_ratios(rows: Sequence[Row], name: str) -> dict[str, float]:
 
 
 FEWEST_TIMED = 3
-"""Of fewer prompts no times are stated: the first run sets things up, and other programs may disturb."""
+"""Fewest prompts for which times are reported; the first run has set-up costs, and times vary."""
 
 
 def recommend(
@@ -183,11 +183,11 @@ def recommend(
     """Recommend the fastest precision that gives the same pictures, with a headline.
 
     Args:
-        prompts: how many were compared; of fewer than `FEWEST_TIMED` the headline says no times.
+        prompts: number of prompts; with fewer than `FEWEST_TIMED` the headline states no times.
 
     Returns:
-        The precision, None if there is none; which pictures are those of the reference and which are
-        not, then the precision to use, in two sentences.
+        The precision, or None; and two sentences: which precisions give the reference's pictures, and
+        which one to use.
     """
     usable = [v for v in variants if v.verdict in ("same", "reference")]
     if not usable:
@@ -233,7 +233,7 @@ def _join(names: Sequence[str]) -> str:
 
 
 def compare_pairs(rows: Sequence[Row], names: Sequence[str]) -> Iterable[str]:
-    """State for each pair of precisions which one is closer to the reference on more prompts.
+    """Yield a sentence for each pair of precisions: which one is closer to the reference on more prompts.
 
     The best precisions come first.
     """
