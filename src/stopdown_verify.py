@@ -326,7 +326,7 @@ def check_graph(graph: Node, weights: dict[str, Any]) -> None:
 
 
 def check_grammar(stated: Node) -> None:
-    """Check that a component has the keys, types and ranges of the tables above.
+    """Check that a component has the keys, types and ranges of the grammar.
 
     Raises:
         Refused: with the first fault and the expected value.
@@ -916,7 +916,7 @@ def row_error(radius: Array, shape: Shape, length: float) -> float:
 
 
 def follow(n: Node, xs: list[Value], peak: Array) -> tuple[tuple[Any, ...], ...]:
-    """Return the affine rows of a result behind a norm, before its own rounding; () if none are known."""
+    """Return the affine rows (`Value.affine`) of a result, before its own rounding, or ()."""
     rule, last = n["rule"], n["shape"][-1:]
     alike = rule in ("view", "spread", "part") or (
         rule == "same" and n["function"] in ("cast", "copy")
@@ -1431,9 +1431,9 @@ class Graph:
 
 
 def find_lost(values: Array, dtype: str) -> Array:
-    """Return the rounding errors of stated values in a dtype; 0 for values beyond its range.
+    """Return the errors of rounding stated values to a dtype; 0 for values beyond its range.
 
-    Those are listed elsewhere.
+    Those are listed as not covered.
     """
     held = values
     if dtype == "bf16":
@@ -1470,7 +1470,7 @@ def bound_exact(shape: Shape, exact: Known) -> Value:
 
 
 def check_component(stated: Node, folder: Path, write: bool = False) -> tuple[int, int, list[str]]:
-    """Check a component.
+    """Check one component of a certificate against its weight files.
 
     Args:
         write: write the results of the derivation, instead of comparing with them.
@@ -1533,7 +1533,7 @@ def show(number: float) -> str:
 
 
 def describe_times(n: Node) -> str:
-    """Describe the timesteps of a proof in words; refuse a list of them with gaps."""
+    """Describe in words the timesteps that a certificate covers; refuse a list that leaves gaps."""
     first, last, count = Fraction(n["first"]), Fraction(n["last"]), n["count"]
     name, ends = n["name"], f"from {show(n['first'])} to {show(n['last'])}"
     alike = f", the same at all {math.prod(n['shape'])} places" if math.prod(n["shape"]) > 1 else ""

@@ -72,21 +72,21 @@ class Scaling(Displayed):
     """Exponents of one component as plain data: each value is stored multiplied by `2**exponent`.
 
     Attributes:
-        exponents: parameter or buffer name to the exponent; `name[0:64]` for rows, `name[:,0:64]` for
-            columns.
-        eps: `module.path.attribute` of a norm's eps to the exponent e of its factor 2**e.
-        multiplies: module path to the exponent e of the factor 2**e on its output.
+        exponents: maps each parameter or buffer name to the exponent; `name[0:64]` for rows,
+            `name[:,0:64]` for columns.
+        eps: maps `module.path.attribute` of a norm's eps to the exponent e of its factor 2**e.
+        multiplies: maps each module path to the exponent e of the factor 2**e on its output.
         fp32_modules: paths of the modules that stay in fp32; "" is the component itself.
         headroom_bits: bits between the largest 16-bit value seen and the format's maximum; None if
             nothing was measured.
         tightest: place of the value with the least headroom.
         certified: True if the ranges are bounds; False if they were measured.
-        pinned: operation without a rule to the places where it is called.
+        pinned: maps each operation without a rule to the places where it is called.
         fp32_flops: share of the matmul FLOPs that is done in fp32 modules.
         kept_buffers: buffers that keep their dtype when the component is cast; None for those that
             `find_kept_buffers` returns.
-        outputs: index of an output that the module returns in fp32, as fp16 can't represent it, to the
-            exponent that is removed there.
+        outputs: maps the index of an output that the module returns in fp32, as fp16 can't represent
+            it, to the exponent that is removed there.
         stream: casts of the fp32 residual stream; None if there is none.
         operands: casts and fp32 parameters that are needed because the component's code mixes dtypes.
         values: number of fp16 values and weights; 0 if bounds were not requested.
@@ -94,18 +94,18 @@ class Scaling(Displayed):
         uncertain: places of those that no bound keeps in range, so that they rest on measurements.
         measured_bits: bits between the largest measured magnitude of these and the format's maximum;
             None if there are none, or nothing was measured.
-        limits: `method.argument` to the magnitude up to which bounds hold; empty without bounds.
-        sizes: `method.argument` to the sizes, without the batch, up to which bounds hold: one of them
-            has to be as large in every dimension.
+        limits: maps `method.argument` to the magnitude up to which bounds hold; empty without bounds.
+        sizes: maps `method.argument` to the sizes, without the batch, up to which bounds hold: one of
+            them has to be as large in every dimension.
         range_note: what the ranges rest on, and for which inputs; "" for measurements alone.
         note: why the residual stream is not fp32 although that was requested; "" otherwise.
         trial: result of running the module once with this scaling; None if it was not run.
-        layers: path of a module that multiplies by a weight, `path[0:64]` for a block of its outputs,
-            `path[:,0:64]` of its inputs, to the exponents of its input and output; layers without
-            exponents are left out.
+        layers: maps the path of a module that multiplies by a weight, `path[0:64]` for a block of its
+            outputs, `path[:,0:64]` of its inputs, to the exponents of its input and output; layers
+            without exponents are left out.
         signatures: signatures of the calls that the exponents were solved for, in the format of
             `call_signatures`.
-        shapes: signature to the sizes of those calls, as in `call_signatures.list_sizes`.
+        shapes: maps each signature to the sizes of those calls, as in `call_signatures.list_sizes`.
     """
 
     exponents: Mapping[str, int] = field(default_factory=dict)

@@ -85,7 +85,7 @@ class BoundedCalls:
         ]
 
     def mix(self, bits: float) -> list[MeasuredCall]:
-        """Return the calls with bounds in place of measured ranges that these exceed by at most `bits`."""
+        """Return the calls with each measured range replaced by a bound at most `bits` looser, if any."""
         return [
             replace(kind, ranges=mix_ranges(kind.ranges, found.ranges, bits))
             for kind, found in zip(self.kinds, self.bounds, strict=True)
@@ -180,7 +180,7 @@ def state_bounds(measured: Ranges, bounds: Ranges) -> dict[str, tuple[Range, ...
 def mix_ranges(
     measured: Ranges, bounds: Ranges, loosest_bits: float
 ) -> dict[str, tuple[Range, ...]]:
-    """Return bounds that are at most this much looser than measured ranges, else these, widened.
+    """Replace each measured range by its bound if that is at most this much looser, else widen the range.
 
     Typical sizes stay the measured ones.
     """
@@ -343,7 +343,7 @@ def _find_operands(problem: Problem, fp32_modules: tuple[str, ...]) -> Operands:
 
 
 def _join_columns(named: Mapping[str, Of]) -> dict[str, Of]:
-    """Join the entries of a tensor's columns, or of a layer's inputs, if all have the same value."""
+    """Replace the entries of a weight's column blocks, if all are equal, by one entry for the weight."""
     values: dict[str, set[Of]] = {}
     for name, value in named.items():
         values.setdefault(split_fold_name(name)[0], set()).add(value)

@@ -89,7 +89,7 @@ def export_graphs(
     Args:
         captured: captures of the calls, with their arguments.
         tensors: weights in files, by their names there.
-        tied: parameter to all names of its tensor.
+        tied: maps each parameter to all names of its tensor.
         load: reads a parameter's values.
 
     Returns:
@@ -157,7 +157,7 @@ class _Exporter:
 
     @property
     def names(self) -> dict[str, str]:
-        """Placeholder names of the call's tensors to the names of their arguments."""
+        """Maps placeholder names of the call's tensors to the names of their arguments."""
         return dict(self.stated.inputs)
 
     def export(self) -> dict[str, Any]:
@@ -372,7 +372,7 @@ class _Exporter:
         return {"rule": "spread", "from": [self._first(node)]}
 
     def _export_part(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Export a part along one dimension, viewed in the node's shape."""
+        """Export a slice along one dimension, viewed in the node's shape."""
         if not is_part(node) or not has_known_indices(node):
             raise _NoRule
         source, (start, stop), dim = find_part(node)
@@ -443,7 +443,7 @@ class _Exporter:
         return {"rule": "view", "from": [self._add(node, made, kept)]}
 
     def _export_real(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Export the real and imaginary part as a magnitude times a cosine."""
+        """Export a complex number's real and imaginary parts as its magnitude times a cosine."""
         shape = shape_of(node)
         name = self._add(node, {"rule": "view", "from": [self._first(node)]}, (*shape[:-1], 1))
         turned = self._add(node, {"rule": "bounded", "function": "cos"}, shape)

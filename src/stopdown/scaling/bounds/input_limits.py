@@ -66,7 +66,8 @@ def state_limits(
         args, kwargs: arguments of the captured call. Only names, dtypes and sizes are used, and the
             values of timesteps and of size conditions.
         names: names of the positional arguments, in order.
-        measured: placeholder name to the largest magnitude seen. A limit is at least twice that.
+        measured: maps each placeholder name to the largest magnitude seen. A limit is at least twice
+            that.
         encoded: limit of encoder outputs.
     """
     seen = measured or {}

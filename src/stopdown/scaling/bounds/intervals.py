@@ -81,7 +81,7 @@ class Interval:
 
 
 def make_interval(center: torch.Tensor, *, batched: bool = False) -> Interval:
-    """Make an interval of a value that is known without error."""
+    """Return the interval, with radius 0, of a value that is known without error."""
     center = center.double() if center.is_floating_point() else center
     return Interval(
         center, torch.zeros(center.shape[1:] if batched else center.shape).double(), batched

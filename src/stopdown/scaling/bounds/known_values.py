@@ -85,10 +85,10 @@ class Bounds:
     """Bounds of one captured call.
 
     Attributes:
-        values: node name to its bound; None if it has none.
-        ranges: node name to the ranges of its blocks, as in `run_capture`'s result; nodes without a
-            bound are missing.
-        scores: `component:path` of an attention to the bound of its scores.
+        values: maps each node name to its bound; None if it has none.
+        ranges: maps each node name to the ranges of its blocks, as in `run_capture`'s result; nodes
+            without a bound are missing.
+        scores: maps `component:path` of an attention to the bound of its scores.
         exact: names of nodes whose values were computed at every timestep.
         rowed: names of nodes with affine rows.
     """

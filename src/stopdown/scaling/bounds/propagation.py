@@ -270,7 +270,7 @@ class Propagation(KnownValues):
             self._follow(op, bound)
 
     def _follow(self, op: BoundedOperation, bound: Bound) -> None:
-        """Store the affine rows of a result, if any are known, with the error of its rounding."""
+        """Store a result's affine rows `n * gain + table[t] + rest`, if known, with its rounding error."""
         rows = follow(op)
         if rows and not has_trait(op.node, "unrounded"):
             dtype = op.node.meta["val"].dtype
@@ -419,7 +419,7 @@ class _Update(Propagation):
         return needed
 
     def _is_asked(self, source: Node, user: Node) -> bool:
-        """Return whether a user needs more of an input than its bound, such as affine rows."""
+        """Return whether a user needs more information about an input than its bound."""
         if source.name in self.before.rowed or source in self.aliases:
             return True
         sources = [x for x in user.all_input_nodes if x.name not in self.capture.parameters]

@@ -167,7 +167,7 @@ def _take_smaller(first: torch.Tensor, other: torch.Tensor, shape: Shape) -> tor
 
 
 def sum_squares(squares: torch.Tensor, shape: Shape, dims: Iterable[int]) -> torch.Tensor:
-    """Sum squares over dimensions, which keep size 1; a broadcast entry counts once for each index."""
+    """Sum squares over dimensions of `shape`, which keep size 1; broadcast entries count repeatedly."""
     for dim in dims:
         repeated = squares.shape[dim] == 1
         squares = squares * shape[dim] if repeated else squares.sum(dim, keepdim=True)

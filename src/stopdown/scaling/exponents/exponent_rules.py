@@ -110,7 +110,10 @@ def keep_first(op: PlacedOperation) -> None:
 
 
 def length(op: PlacedOperation) -> None:
-    """Equate the exponents of a vector norm and its input; at 0 for orders other than 1, 2 and infinity."""
+    """Equate the exponents of a vector norm and its input.
+
+    Orders other than 1, 2 and infinity fix them at 0.
+    """
     order = op.given.get("ord", op.given.get("p"))
     if order in (None, 1, 2, math.inf, -math.inf):
         keep_first(op)
@@ -148,7 +151,10 @@ def pinned_source(op: PlacedOperation) -> None:
 
 
 def product(*words: str) -> Rule:
-    """Make the rule of a product: exponents of named inputs add; `+bias` has the result's, `!angle` 0."""
+    """Return the rule of a product, whose exponent is the sum of those of the named inputs.
+
+    `+bias` names an input with the result's exponent, `!angle` one that is fixed at 0.
+    """
     named = {sign: [x.lstrip("+!") for x in words if x[0] == sign] for sign in "+!"}
     factors = [x for x in words if x[0] not in named]
 
@@ -175,7 +181,10 @@ def quotient(op: PlacedOperation) -> None:
 
 
 def add(op: PlacedOperation) -> None:
-    """Equate the exponents of a sum and its terms; at 0 if an added number can't scale as an eps does."""
+    """Equate the exponents of a sum and its terms.
+
+    An added number that can't be scaled like an eps fixes them at 0.
+    """
     first, other = op.given["self"], op.given["other"]
     if not is_float(op.node):
         return
@@ -215,7 +224,7 @@ def power(op: PlacedOperation) -> None:
 
 
 def fixed_power(halves: str) -> Rule:
-    """Make the rule of `x ** (halves / 2)`: rsqrt, sqrt, reciprocal, square."""
+    """Return the rule of `x ** (halves / 2)`: rsqrt, sqrt, reciprocal, square."""
     twice = int(halves)
 
     def rule(op: PlacedOperation) -> None:
@@ -259,7 +268,10 @@ def _affine(op: PlacedOperation) -> None:
 
 
 def attention(op: PlacedOperation) -> None:
-    """Equate result and value; query and key must cancel out, since scores must not be scaled."""
+    """Equate the exponents of result and value; those of query and key must sum to 0.
+
+    Otherwise scores, and with them the softmax, would be scaled.
+    """
     query, key, value = (op.of(op.given[name]) for name in ("query", "key", "value"))
     op.system.relate((query, 1), (key, 1))
     op.system.equate(op.out, value)
@@ -290,7 +302,10 @@ def cast(op: PlacedOperation) -> None:
 
 
 def align_choice(op: PlacedOperation) -> None:
-    """Equate all exponents of `where` or `masked_fill`; fix them at 0 for a finite number but 0."""
+    """Equate all exponents of `where` or `masked_fill`.
+
+    A choice of finite numbers other than 0 fixes them at 0.
+    """
     names = ("self", "other", "value", "src", "source")
     numbers = [op.given[x] for x in names if isinstance(op.given.get(x), (int, float))]
     parts = op.tensors(*(x for x in names if is_float(op.given.get(x))))
@@ -310,7 +325,7 @@ def align_comparison(op: PlacedOperation) -> None:
 
 
 def clamp(op: PlacedOperation) -> None:
-    """Equate the exponents around a clamp whose limits are 0 or can scale; else fix them at 0.
+    """Equate the exponents around a clamp whose limits are 0 or can be scaled; else fix them at 0.
 
     A clamp at fp16's maximum that doesn't belong to the model has no effect, and counts as a copy.
     """
@@ -450,7 +465,7 @@ _MAKERS: dict[str, Callable[..., Rule]] = {"product": product, "halves": fixed_p
 
 @functools.cache
 def read_rule(cell: str) -> Rule:
-    """Return the rule of a cell in the table of operations, such as `add` or `product self vec2`."""
+    """Return the exponent rule in a row of the table of operations: `add`, `product self vec2`."""
     name, *words = cell.split()
     return _MAKERS[name](*words) if name in _MAKERS else RULES[name]
 

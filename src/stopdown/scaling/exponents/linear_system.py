@@ -19,7 +19,7 @@ class System:
     """Integer unknowns, merged if equal, and equations `sum(factor * unknown) == 0`.
 
     Attributes:
-        keys: key of a value, parameter or eps to the index of its unknown.
+        keys: maps the key of a value, parameter or eps to the index of its unknown.
         equations: equations as index of an unknown to its factor.
     """
 
@@ -32,7 +32,7 @@ class System:
         return System(dict(self.keys), [dict(row) for row in self.equations], list(self._parents))
 
     def unknown(self, key: Hashable) -> int:
-        """Return the index of a key's unknown, which is added if the key is new."""
+        """Return the index of the unknown for a key; add an unknown if the key is new."""
         if key not in self.keys:
             self.keys[key] = len(self._parents)
             self._parents.append(self.keys[key])

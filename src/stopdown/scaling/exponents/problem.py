@@ -50,7 +50,7 @@ class MeasuredCall:
 
     Attributes:
         blocks: values that have several exponents, and the blocks that they are split into.
-        ranges: node name to the ranges of the value's blocks.
+        ranges: maps each node name to the ranges of the value's blocks.
         args, kwargs: arguments of the captured call, if they are needed later.
     """
 
@@ -67,7 +67,7 @@ class MeasuredCall:
 
     @property
     def seen(self) -> dict[str, float]:
-        """Placeholder name of each input to its largest measured magnitude."""
+        """Maps the placeholder name of each input to its largest measured magnitude."""
         inputs = [name for name in self.capture.inputs if name in self.ranges]
         return {name: max(part.amax for part in self.ranges[name]) for name in inputs}
 
@@ -103,23 +103,25 @@ class Problem:
     Attributes:
         system: unknowns and equations.
         limits: values and parameters that must stay in range.
-        parameters: name, or `name[0:64]` for a block of rows, `name[:,0:64]` of columns, to the
+        parameters: maps a name, `name[0:64]` for a block of rows, `name[:,0:64]` of columns, to the
             unknown.
-        eps: (module path, attribute or name of a clamp) to the unknown.
-        clamps: (module path, number that its code clamps from below) to the unknown.
-        multiplies: module path to the unknown by which its output is multiplied.
+        eps: maps (module path, attribute or name of a clamp) to the unknown.
+        clamps: maps (module path, number that its code clamps from below) to the unknown.
+        multiplies: maps each module path to the unknown by which its output is multiplied.
         floors: (unknown, smallest allowed exponent, modules that, in fp32, lift this limit).
-        pinned: operation without a rule to the places where it is called.
-        flops: module path to the share of the calls' matmul FLOPs done inside it.
+        pinned: maps each operation without a rule to the places where it is called.
+        flops: maps each module path to the share of the calls' matmul FLOPs done inside it.
         kept_buffers: buffers that every call was captured with in their own dtype.
         operands: casts and fp32 modules that the captures needed because their code mixes dtypes.
-        guests: module path to parameters that belong to other modules by name but are only used inside
-            it.
+        guests: maps each module path to parameters that belong to other modules by name but are only
+            used inside it.
         widened: module paths whose output is fp32, so that multiplying it costs no precision.
-        outputs: number of an output to its unknown; the output is divided by that power after the call.
-        inputs: number of an argument that may be multiplied before the call, to its unknown.
-        layers: module path of a product with a weight, `path[0:64]` for a block of its outputs,
-            `path[:,0:64]` of its inputs, to the unknowns of its input and output in each of its calls.
+        outputs: maps the number of an output to its unknown; the output is divided by that power after
+            the call.
+        inputs: maps the number of an argument that may be multiplied before the call, to its unknown.
+        layers: maps the module path of a product with a weight, `path[0:64]` for a block of its
+            outputs, `path[:,0:64]` of its inputs, to the unknowns of its input and output in each of
+            its calls.
         apart: the system before unknowns of modules that are alike were merged; None if none were.
     """
 
@@ -236,7 +238,7 @@ class Statements:
     def state(
         self, module: torch.nn.Module, calls: Sequence[MeasuredCall], **options: Any
     ) -> Problem:
-        """Return the result of `state_problem` for these arguments, from the cache if possible."""
+        """Build a problem with `state_problem`, or copy a cached one and set these calls' ranges."""
         known = (x for x in self._made if x[1] == options and _are_stated_alike(x[0], calls))
         if (found := next(known, None)) is None:
             found = calls, options, state_problem(module, calls, **options)
@@ -490,7 +492,7 @@ class CallStatement:
         return None
 
     def _find_split(self, node: Node) -> Blocks | None:
-        """Return the blocks that get equations one by one: of the result, or of the weight's columns."""
+        """Return the blocks that have equations of their own: the result's or the weight columns'."""
         weight = arguments(node).get("weight")
         columns = self._find_columns(weight) if isinstance(weight, Node) else None
         return self.call.blocks.get(node, columns)
@@ -536,7 +538,7 @@ class CallStatement:
 
         Args:
             place: first index and end of the part along dimension `dim` of the whole.
-            user: node that reads them.
+            user: node that reads the values, which may be inside or outside a multiplied module.
         """
         split, inner = self.call.blocks.get(whole), self.call.blocks.get(part)
         if split is None or split.dim != dim:
@@ -653,7 +655,7 @@ def list_running(node: Node) -> tuple[str, ...]:
 
 
 def find_interiors(node: Node) -> tuple[str, ...]:
-    """List the running modules that a value doesn't leave, outermost first."""
+    """List the modules inside which a value is both computed and used, outermost first."""
     if any(user.op == "output" for user in node.users) or node.op == "placeholder":
         return ()
     inside = list_running(node)

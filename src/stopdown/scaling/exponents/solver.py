@@ -100,7 +100,7 @@ class Solution:
     """Exponents that solve a problem.
 
     Attributes:
-        exponents: representative of an unknown to its exponent.
+        exponents: maps each representative of an unknown to its exponent.
         fp32_modules: paths of the modules that stay in fp32.
         cost: sum of the prices.
     """
@@ -224,7 +224,7 @@ class _Program:
         """Add the row `low <= sum(factor * variable) <= high`.
 
         Args:
-            terms: representative of an unknown to its factor.
+            terms: maps each representative of an unknown to its factor.
             extra: further columns to their factors.
         """
         row = {self.columns[root]: factor for root, factor in terms.items()}
@@ -276,7 +276,7 @@ def _add_unknowns(program: _Program, problem: Problem) -> list[int]:
 
 
 def _add_fp32_modules(program: _Program, problem: Problem) -> dict[str, int]:
-    """Add a priced 0/1 column for each module that could stay in fp32; map its path to the column."""
+    """Add a 0/1 variable with a price for each module that could stay in fp32; return them by path."""
     prices = Prices()
     paths = {path for limit in problem.limits for path in limit.interiors}
     return {
@@ -297,7 +297,7 @@ def _add_limit(
     hard_top_bits: float,
     lifts: Mapping[str, int],
 ) -> None:
-    """Demand that `log2(amax) + exponent` stays below the dtype's maximum less the headroom."""
+    """Add the constraint that `log2(amax) + exponent` stays below the dtype's maximum and headroom."""
     if limit.range.amax == 0:
         return
     root = problem.system.find(limit.unknown)
@@ -320,7 +320,7 @@ def _count_copies(problem: Problem, unknowns: Iterable[int]) -> Counter[int]:
 
 
 def _price_folds(program: _Program, problem: Problem) -> None:
-    """Price each bit of a fold, more beyond 3 and 6 bits, and each explicit multiply."""
+    """Add a price for each bit of a fold, a higher one beyond 3 and 6 bits, and for each multiply."""
     prices, weights = Prices(), dict[int, float]()
     for limit in problem.limits:
         root = problem.system.find(limit.unknown)
@@ -349,7 +349,7 @@ def _price_folds(program: _Program, problem: Problem) -> None:
 
 
 def _price_beyond(program: _Program, root: int, low: float, high: float, price: float) -> None:
-    """Charge `price` for each bit that an unknown is below `low` or above `high`."""
+    """Add a price for each bit by which an unknown is below `low` or above `high`."""
     if math.isfinite(high):
         beyond = program.add(0, math.inf, cost=price)
         program.demand({root: 1.0}, high=high, extra={beyond: -1.0})
@@ -359,7 +359,7 @@ def _price_beyond(program: _Program, root: int, low: float, high: float, price: 
 
 
 def _price_sizes(program: _Program, problem: Problem) -> None:
-    """Price 16-bit values with little headroom, and typical sizes at which fp16 loses bits."""
+    """Add prices for 16-bit values with little headroom, and for typical sizes too small for fp16."""
     prices, tops, lows = Prices(), dict[int, float](), dict[int, float]()
     for limit in problem.limits:
         root = problem.system.find(limit.unknown)

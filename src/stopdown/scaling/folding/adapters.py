@@ -47,7 +47,7 @@ RESCALED = "stopdown_rescaled"
 _ROLES = {"lora_magnitude_vector": "magnitude"}
 
 Parts = Mapping[str, torch.Tensor]
-"""Role of a tensor in an adapter, as PEFT names it (`lora_B`, `magnitude`), to the tensor."""
+"""Maps the role of a tensor in an adapter, as PEFT names it (`lora_B`, `magnitude`), to the tensor."""
 
 MERGING = (
     "Take it out. Merge it into the original's weights instead (load it there, fuse_lora(), "
@@ -102,7 +102,7 @@ class AdapterFolds(SameInCopies):
         """Record the module's layers; adapters whose names are in the scaling are not scaled again.
 
         Args:
-            exponents: name of a parameter, or any alias of it, to its folds.
+            exponents: maps the name of a parameter, or any alias of it, to its folds.
         """
         self.module, self.scaling, self.exponents = module, scaling, exponents
         self.paths = {part: path for path, part in module.named_modules()}

@@ -31,7 +31,7 @@ def scale_clamps(module: torch.nn.Module, factors: Mapping[float, float], patche
     """Multiply the constants with which a module's calls clamp from below, until `patches` is undone.
 
     Args:
-        factors: constant in the code to its factor.
+        factors: maps each constant in the code to its factor.
     """
     scaled = _ScaledClamps(factors)
 

@@ -59,12 +59,12 @@ class Rescaling:
 
     @property
     def exponents(self) -> Mapping[str, int]:
-        """Parameter or buffer name to exponent; `name[0:64]` for rows, `name[:,0:64]` for columns."""
+        """Maps parameter and buffer names to exponents; `name[0:64]` means rows, `name[:,0:64]` columns."""
         return self.scaling.exponents
 
     @property
     def multiplies(self) -> Mapping[str, int]:
-        """Module path to the exponent e of the factor 2**e by which its output is multiplied."""
+        """Maps the path of each module whose output is multiplied by a power of two to the exponent."""
         return self.scaling.multiplies
 
     @property
@@ -84,7 +84,7 @@ class Rescaling:
 
     @property
     def pinned(self) -> Mapping[str, tuple[str, ...]]:
-        """Operations without a rule, kept at exponent 0, to the places where they are called."""
+        """Maps each operation without a rule, whose exponents are fixed at 0, to the places of calls."""
         return self.scaling.pinned
 
     @property
@@ -711,9 +711,9 @@ def _cast(source: torch.dtype, target: torch.dtype, value: torch.Tensor) -> torc
 
 
 def _cast_mask(source: torch.dtype, target: torch.dtype, value: torch.Tensor) -> torch.Tensor:
-    """Cast an argument that may be an additive mask, whose fill values stay finite.
+    """Cast an argument that may be an additive attention mask, whose fill values stay finite.
 
-    A capture gets the plain cast, for which exponents have a rule.
+    During a capture the plain cast is made, for which exponents have a rule.
     """
     is_captured = is_traced() and not torch.compiler.is_dynamo_compiling()
     if value.dtype != source or is_captured:

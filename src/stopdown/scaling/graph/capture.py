@@ -77,9 +77,10 @@ class Capture:
     Attributes:
         graph: placeholders are parameters, buffers and constants first, then the call's tensors.
         dtype: dtype of the module's floating parameters in the graph.
-        parameters: placeholder name to the name of the parameter or buffer; tied ones have one name.
-        constants: placeholder name to a tensor that the code made while it was traced, or to a random
-            number generator among the arguments.
+        parameters: maps each placeholder name to the name of the parameter or buffer; tied ones have
+            one name.
+        constants: maps each placeholder name to a tensor that the code made while it was traced, or to
+            a random number generator among the arguments.
         inputs: placeholder names of the call's tensors, in the order of `flatten_call`.
         kept_buffers: buffers that the capture left in their own dtype.
         component: class name of the module.
@@ -618,7 +619,7 @@ def _list_singles(notes: Sequence[Note]) -> frozenset[str]:
 
 
 _Calls = dict[str, tuple[Any, ...]]
-"""Module path to the arguments of its last call, with `_Shaped` for tensors."""
+"""Maps each module path to the arguments of the module's last call, with `_Shaped` for tensors."""
 
 
 @dataclass(frozen=True)

@@ -155,9 +155,9 @@ def strip_casts(node: Any) -> Any:
 
 
 def is_range_clamp(node: Node) -> bool:
-    """Return whether a node is a clamp at fp16's maximum.
+    """Return whether a node clamps values to fp16's range of ±65504.
 
-    A `nan_to_num` that replaces infinities by that maximum is one as well.
+    A `nan_to_num` that replaces infinities by these numbers counts as well.
     """
     found = find_operation(operation(node))
     if found is None or found.kind not in ("clamp", "nan_to_num"):

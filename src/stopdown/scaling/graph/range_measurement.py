@@ -79,7 +79,8 @@ class Range:
 
 
 Ranges = Mapping[str, tuple[Range, ...]]
-"""Node name to the ranges of its blocks; a single one if the value has one exponent."""
+"""Maps each node name to the ranges of the value's blocks: to a single range if the value has one
+exponent."""
 
 
 def run_capture(
@@ -286,7 +287,7 @@ class _Runner(torch.fx.Interpreter):
         return Range(amax, rms, least)
 
     def _check_squares(self, node: Node, value: torch.Tensor) -> None:
-        """Raise an error for a norm whose sum of squares is Inf in fp32: it would return its bias."""
+        """Raise an error for a norm whose sum of squares is Inf in fp32, since it returns its bias."""
         known = self.ranges.get(node.all_input_nodes[0].name, ())
         if max((x.amax for x in known), default=0.0) ** 2 * value.numel() < _FP32_LARGEST:
             return

@@ -66,7 +66,7 @@ class _Seen:
     """Measurements of a module's calls.
 
     Attributes:
-        matrices: path of each linear or convolution that was called to its measurements.
+        matrices: maps the path of each linear or convolution that was called to its measurements.
         outputs: output tensors of each call.
         flops: matmul FLOPs of all calls, including products of two values.
     """

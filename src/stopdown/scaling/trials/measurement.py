@@ -221,7 +221,7 @@ def _clamps_anyway(one: PlainCall) -> bool:
 def measure_again(
     known: MeasuredCall, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> MeasuredCall:
-    """Measure another call of the kind of a captured one, and return that with the ranges merged.
+    """Measure another call with the graph of a captured one, and return that with the ranges merged.
 
     Cost: one forward in fp32.
     """

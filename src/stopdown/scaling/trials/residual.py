@@ -218,7 +218,7 @@ class _Reader:
         return isinstance(weight, Node) and _origin(weight).name in self.capture.parameters
 
     def _find_interior(self) -> set[Node]:
-        """Find all values that lead to products of two activations, back to weighted operations."""
+        """Find the inputs of products of two activations, and their sources back to layers with weights."""
         found: set[Node] = set()
         waiting = [x for n in self.nodes if self._is_functional(n) for x in n.all_input_nodes]
         while waiting:

@@ -149,10 +149,12 @@ def take_first(
     price: Callable[[Found], Any] = lambda found: 0,
     left: list[StopReason] | None = None,
 ) -> Found:
-    """Return the first accepted result of the strategies; else the cheapest result, the first of equals.
+    """Return the first result that its strategy accepts; if none is accepted, the cheapest one.
+
+    Of equally cheap results, the first is returned.
 
     Args:
-        price: price of a rejected result.
+        price: price of a result.
         left: receives the error of each strategy that has no result, in order.
     """
     left, found = [] if left is None else left, dict[int, Found]()

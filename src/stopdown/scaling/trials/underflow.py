@@ -63,7 +63,7 @@ def _follow(call: MeasuredCall, fixed: Mapping[str, str]) -> tuple[float, str]:
     """Return the largest relative error of an output due to underflow, and the name of its cause.
 
     Args:
-        fixed: names of fp16 values without an exponent to their places.
+        fixed: maps the name of each fp16 value without an exponent to its place.
     """
     errors: dict[Node, tuple[float, str]] = {}
     for node in call.capture.graph.graph.nodes:

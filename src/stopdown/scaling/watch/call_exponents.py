@@ -46,9 +46,9 @@ class CallEnds:
     """Powers of two for a call's arguments and outputs, with which it's right although weights are scaled.
 
     Attributes:
-        inputs: index of a tensor among its arguments, in the order of `flatten_call`, to the exponent
-            by which it is multiplied.
-        outputs: index of a tensor that it returns to the exponent that is removed from it.
+        inputs: maps the index of a tensor among its arguments, in the order of `flatten_call`, to the
+            exponent by which it is multiplied.
+        outputs: maps the index of a tensor that it returns to the exponent that is removed from it.
         given: number of tensors among the arguments.
         returned: number of tensors that it returns.
     """

@@ -90,8 +90,7 @@ class Refusal:
     """A call for which the exponents don't hold.
 
     Attributes:
-        call: with its original arguments, except that NaN and Inf, which no exponents fix, are
-            replaced.
+        call: the call with its original arguments, but without NaN and Inf, which no exponents fix.
         what: how it differs from the calls for which exponents were solved.
         is_traceable: whether exponents may be solved for it and the earlier calls together.
         path: path of the part that was called alone, for which no other exponents exist; "" for the
@@ -497,7 +496,7 @@ class CallWatch(SameInCopies):
     # What holds for a signature
 
     def _find_ends(self, key: Key, call: ComponentCall, held: HeldContainers) -> CallEnds:
-        """Return how the arguments and outputs of such calls are multiplied, or refuse them; it is cached.
+        """Return how a call's arguments and outputs are multiplied, or refuse it; verdicts are cached.
 
         Args:
             held: contents of the call's arguments, which are restored after a trace.

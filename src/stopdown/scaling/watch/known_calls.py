@@ -69,8 +69,8 @@ class KnownCalls:
 
     Attributes:
         settings: settings of the module, which are copied to the module that is traced.
-        verdicts: signature and sizes to how arguments and outputs are multiplied; None if the exponents
-            don't hold.
+        verdicts: maps a signature and sizes to how arguments and outputs are multiplied; None if the
+            exponents don't hold.
     """
 
     def __init__(self, module: torch.nn.Module, scaling: Scaling) -> None:
@@ -111,7 +111,7 @@ class KnownCalls:
     def holds_for_copy(
         self, key: Key, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Return whether a call of a deep copy, whose exponents stay, is right without further scaling."""
+        """Return whether a call of a deep copy, which keeps its exponents, is right unchanged."""
         if key not in self._of_copies:
             found = self.verdicts.get(key) or self.find_ends(key, method, args, kwargs)
             self._of_copies[key] = found
