@@ -1,1 +1,1 @@
-"""Plans written into weight files, for programs that know nothing of plans."""
+"""Conversion of checkpoints: exponents of a plan written into weights, for programs without Stopdown."""

@@ -1,6 +1,6 @@
-"""What converted files say of themselves: entries in their metadata, and a card for people.
+"""Metadata entries and model cards that describe converted files.
 
-Both have the plan's seal, what was done to each component, and what its range rests on.
+Both state the plan's seal, what was done to each component, and the evidence that its values stay in range.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from stopdown.records import Conversion, ConvertedComponent
 from stopdown.sources.headers import EXPONENTS_ENTRY, RESCALED_ENTRY
 
 MARK = "stopdown"
-"""The entry in the metadata of a converted file: the version, and the seal of the plan."""
+"""Metadata key of a converted file; its value is Stopdown's version and the plan's seal."""
 
 CARD_LINE = "converted to fp16 by Stopdown"
-"""What the first line of a card ends with."""
+"""End of a card's first line."""
 
 _ADAPTERS = (
     "**Adapters (LoRA, DoRA, IP-Adapter) and ControlNets that were trained for the original do "
@@ -31,7 +31,13 @@ _ADAPTERS = (
 def list_entries(
     seal: str, components: Iterable[ConvertedComponent], exponents: Mapping[str, int]
 ) -> dict[str, str]:
-    """Return metadata entries for a file with these components and exponents of its tensors, by name."""
+    """Return the metadata entries of a converted file.
+
+    Args:
+        seal: seal of the plan.
+        components: components in the file.
+        exponents: exponents of the file's tensors, by name.
+    """
     listed = list(components)
     entries = {MARK: f"{read_version('stopdown')} plan {seal}"}
     if rescaled := [entry.component for entry in listed if entry.folded]:
@@ -46,10 +52,12 @@ def list_entries(
 
 
 def refuse_rescaled(name: str, said: str, *, otherwise: str = "") -> None:
-    """Refuse weights that are already multiplied by powers of two: nothing is scaled twice.
+    """Refuse weights that are already multiplied by powers of two, so that nothing is scaled twice.
 
     Args:
-        said: by their metadata; "" for weights as they were.
+        name: name of the model.
+        said: the metadata entry that states it; "" for weights that are not rescaled.
+        otherwise: text to append to the remedy.
     """
     if said:
         raise OptionError(
@@ -60,10 +68,11 @@ def refuse_rescaled(name: str, said: str, *, otherwise: str = "") -> None:
 
 
 def word_card(record: Conversion, where: str, name: str = "") -> str:
-    """Write the text of a conversion's card, in Markdown.
+    """Return the text of a conversion's card, in Markdown.
 
     Args:
-        name: for the title, if other than the source.
+        where: sentence that says where the record is.
+        name: name in the title; "" for the source's. Set for a component that was converted alone.
     """
     rescaled = [entry.component for entry in record.components if entry.folded]
     what = "No weight had to be rescaled. It was cast to fp16."
@@ -85,7 +94,7 @@ def word_card(record: Conversion, where: str, name: str = "") -> str:
 
 
 def _word_calls(record: Conversion) -> str:
-    """Describe the calls for which the files are valid, and the arguments for which they are not."""
+    """Return the card's section on the calls for which converted components are valid; "" if none."""
     rows = "".join(
         f"| {x.component} | {_list_code(x.signatures)} | {_list_code(x.not_for) or 'none'} |\n"
         for x in record.components
@@ -105,7 +114,7 @@ def _list_code(words: Iterable[str]) -> str:
 
 
 def write_card_beside(file: Path, text: str) -> None:
-    """Write the card of a single file under its name with `.md`; leave a foreign file there as it is."""
+    """Write a single file's card to the same name with `.md`, unless a file that is no card is there."""
     path = file.with_suffix(".md")
     if not path.exists() or CARD_LINE in path.read_text(encoding="utf-8", errors="replace")[:500]:
         path.write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""One component, folded, cast and written into its folder, and what records and cards say of it.
+"""Writing of converted components into folders: weights, configurations and descriptions.
 
-Everything that describes a component (configurations, tokenizers, the index, licences) is copied as
-it is, so that only weights and the named fields differ from the original.
+Configurations, tokenizers, the index and licences are copied unchanged. Only the weights and some fields of
+`config.json` differ from the original.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from stopdown.scaling import load_scaled
 from stopdown.sources.headers import copy_with_metadata, find_weights, read_header
 
 _DESCRIBING = (".json", ".txt", ".model", ".jinja", ".md", ".vocab", ".spm", ".tiktoken")
-"""How the names of files end that describe a component."""
+"""Suffixes of files that describe a component, such as configurations and tokenizers."""
 
 _LEGAL = ("license", "licence", "notice", "readme")
 
@@ -42,7 +42,7 @@ def fold_to_fp16(name: str, module: torch.nn.Module, found: FileExponents) -> to
     """Apply exponents to a component and cast it to fp16 in place, tensor by tensor from the stored format.
 
     Raises:
-        OptionError: a weight is beyond 65504, so no fp16 value holds it.
+        OptionError: a scaled weight is not finite in fp16.
     """
     load_scaled(module, torch.float16, found.scaling)
     bad = [
@@ -62,10 +62,11 @@ def fold_to_fp16(name: str, module: torch.nn.Module, found: FileExponents) -> to
 def write_component(
     module: torch.nn.Module, folder: Path, entries: Mapping[str, str], fields: Mapping[str, Any]
 ) -> None:
-    """Write the weights of a component in fp16, and the changes in its configuration.
+    """Write a component's fp16 weights, and change its configuration.
 
     Args:
-        fields: of `config.json`, with their new values.
+        entries: metadata entries for the weight files.
+        fields: fields of `config.json` to change, with their new values.
     """
     write_weights(module, folder, entries)
     config = folder / "config.json"
@@ -101,7 +102,7 @@ def describe_component(
 
 
 def describe_effect(found: FileExponents) -> str:
-    """Explain, as part of a sentence, the refusal of exponents whose eps no configuration field sets."""
+    """Explain, as part of a sentence, why exponents are refused that need unavailable eps fields."""
     return (
         f"no configuration field sets {list_some(sorted(found.left))}, and without it the output is "
         f"{found.effect:.1e} off in {found.calls} calls; up to {EFFECT_LIMIT:.1e} is accepted."
@@ -109,7 +110,7 @@ def describe_effect(found: FileExponents) -> str:
 
 
 def describe_left(found: FileExponents) -> str:
-    """Describe, in sentences, the effect of eps that no configuration field sets."""
+    """Describe, in sentences, the effect on outputs of norms whose eps could not be scaled."""
     most = f"{100 * found.effect:.2g} %"
     change = f"changes the output by at most {most}" if found.effect else "changes no bit"
     return (
@@ -120,10 +121,10 @@ def describe_left(found: FileExponents) -> str:
 
 
 def write_conversion(folder: Path, record: Conversion, name: str = "") -> Conversion:
-    """Write the card and the record into a folder; the record lists the sizes of all other files there.
+    """Write the card and the record into a folder; return the record, with the sizes of all other files.
 
     Args:
-        name: of a component that was converted alone, by no plan, from a folder that is the user's.
+        name: name of a component that was converted alone, without a plan; "" for a whole model.
     """
     write_card(folder, word_card(record, f"The record is `{RECORD_NAME}`.", name))
     record = dataclasses.replace(record, files=measure_files(folder))
@@ -134,7 +135,11 @@ def write_conversion(folder: Path, record: Conversion, name: str = "") -> Conver
 def copy_descriptions(
     folder: Path, target: Path, components: Iterable[str], *, with_index: bool = True
 ) -> None:
-    """Copy the index, the licences and the descriptions of the components, without weights."""
+    """Copy licences, the components' configurations and tokenizers, and the index, but no weights.
+
+    Args:
+        with_index: whether `model_index.json` is copied.
+    """
     target.mkdir()
     for path in folder.iterdir():
         is_index = path.name == "model_index.json" and with_index
@@ -151,10 +156,11 @@ def copy_descriptions(
 def write_weights(
     module: torch.nn.Module, folder: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a component's weights into its folder as its class does, and nothing else.
+    """Write a component's weights with its `save_pretrained`, but no other file.
 
     Args:
-        metadata: entries beside those that the class writes into each file.
+        folder: the component's folder, which has its `config.json` already.
+        metadata: entries to add to each file's metadata.
     """
     part = folder / "part"
     with told_as_oserror():
@@ -172,7 +178,7 @@ def write_weights(
 
 
 def write_card(folder: Path, text: str) -> None:
-    """Insert a text at the top of a folder's `README.md`, after its front matter; the rest stays below."""
+    """Insert a text into a folder's `README.md`, between its front matter and its present text."""
     path = folder / "README.md"
     old = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     front, rest = "", old
@@ -183,7 +189,11 @@ def write_card(folder: Path, text: str) -> None:
 
 
 def copy_weights(folder: Path, target: Path, wanted: str = "") -> None:
-    """Copy a component's weights as they are stored, under names without a variant."""
+    """Copy a component's weight files unchanged, with the variant removed from their names.
+
+    Args:
+        wanted: variant to copy; "" for the default.
+    """
     variant, files = find_weights(folder, wanted)
     homes: dict[str, str] = {}
     for path in files:
@@ -198,7 +208,7 @@ def copy_weights(folder: Path, target: Path, wanted: str = "") -> None:
 
 
 def edit_config(path: Path, changes: Mapping[str, Any]) -> None:
-    """Change fields of a `config.json`; `text_config.eps` is a field inside another table."""
+    """Change fields of a `config.json`; `text_config.eps` names a field of a nested table."""
     content: dict[str, Any] = json.loads(path.read_bytes())
     for name, value in changes.items():
         *outer, last = name.split(".")
@@ -217,7 +227,7 @@ def find_dtype_field(path: Path) -> str | None:
 
 @contextmanager
 def told_as_oserror() -> Iterator[None]:
-    """Turn a safetensors error about a disk into the underlying `OSError`."""
+    """Convert safetensors' errors from the operating system into the underlying `OSError`."""
     try:
         yield
     except SafetensorError as error:

@@ -101,17 +101,17 @@ from stopdown.sources.sources import read_stored_dtypes, resolve_source
 
 @dataclass
 class _Work:
-    """A checkpoint on its way to other files.
+    """State of a conversion.
 
     Attributes:
-        source: complete, with its class, its components and the folder of its configurations.
-        pipe: the pipeline, its weights mapped as they are stored; in fp32 once one of its components has
-            to be run.
-        leave: components that are written as they are stored.
-        form: what it becomes: `diffusers`, `single` or `comfyui`.
-        expressed: component to its exponents as files hold them.
-        problems: component to why it cannot be written.
-        carried: component to why its plan goes into its configuration.
+        source: the completed source, with its class, its components and the folder of its configurations.
+        pipe: the pipeline, with weights mapped in their stored format, or in fp32 once a component had to
+            be run.
+        leave: components that are written unchanged.
+        form: form of the output: `diffusers`, `single` or `comfyui`.
+        expressed: exponents in a form that files can store, by component.
+        problems: reason why a component cannot be converted, by component.
+        carried: reason why a component's plan is stored in its configuration, by component.
     """
 
     source: Source
@@ -125,7 +125,7 @@ class _Work:
 
     @property
     def has_config(self) -> bool:
-        """Whether configurations lie beside the weights in the output."""
+        """Whether the output has configurations beside the weights."""
         return self.form == "diffusers"
 
 
@@ -144,25 +144,25 @@ def convert(
 
     Args:
         source: Hub id, Diffusers folder, single safetensors file, bundled model, or `Source`.
-        output: a folder that does not exist or is empty, or a `.safetensors` file; a `Target` also says in
-            which form: as Diffusers saves it, one file, or a file each for ComfyUI.
-        plan: of this checkpoint: a `Plan`, or the path of its file.
-        leave: components that are written as they are stored.
-        allow: `eps`: write also where eps that no configuration sets change an output by more than
-            `EFFECT_LIMIT`. `overwrite`: replace an earlier output of `convert` at OUT, a folder that
+        output: a folder that does not exist or is empty, or a `.safetensors` file; a `Target` also states
+            the form: a Diffusers folder, one file, or one file per component for ComfyUI.
+        plan: plan of this checkpoint, or the path of its file.
+        leave: components that are written unchanged.
+        allow: `eps`: accept outputs that change by more than `EFFECT_LIMIT` because of eps that no
+            configuration field sets. `overwrite`: replace an earlier output of `convert`: a folder that
             holds its files and nothing else, or a `.safetensors` file with its mark.
-        device: runs the components whose exponents have to be found again.
-        request: sizes, picture or video of those runs; by default a small picture, and one that is drawn.
+        device: device on which components are run if their exponents have to be computed again.
+        request: sizes, picture or video of those runs; by default a small size and random pictures.
         progress: called with the stage, the item, the count done and the total.
 
     Raises:
-        OptionError: a component cannot be written so, with all reasons; an option does not fit.
-        OutputError: the place is taken or cannot be written.
+        OptionError: components cannot be converted, with all reasons; or an option does not apply.
+        OutputError: the output exists already or cannot be written.
         PlanError: the plan is damaged or belongs to another checkpoint.
         SourceError: the model is missing, damaged or refused.
 
-    Cost: where a plan is written as it is, one component in fp16 in memory. Otherwise the pipeline in fp32,
-    a run for each of the plan's prompts, and captures as for `measure_plan`.
+    Cost: one component in fp16 in memory if the plan can be written as it is. Otherwise the pipeline in
+    fp32, a run for each of the plan's prompts, and captures as for `measure_plan`.
     """
     started = time.perf_counter()
     check_type(
@@ -197,7 +197,7 @@ def convert(
 
 
 def _refuse_rescaled(source: Source, leave: Sequence[str]) -> None:
-    """Refuse weights that are already multiplied by powers of two: nothing is scaled twice."""
+    """Refuse a source whose weights, except components in `leave`, are already rescaled."""
     for name, files in list_weight_files(source).items():
         if name not in leave:
             copied = f' Or copy that component: leave="{name}".' if source.kind != "file" else ""
@@ -213,7 +213,7 @@ def _open(
     request: Request | None,
     progress: Progress | None,
 ) -> _Work:
-    """Check that plan and options belong to the pipeline, then load it in its stored dtypes."""
+    """Check that the plan and the options fit the source, and load its pipeline in the stored dtypes."""
     check_source(plan, source)
     source = select_class(complete_source(source), request)
     names = [entry.component for entry in plan.components]
@@ -246,7 +246,7 @@ def _is_left(work: _Work, entry: ComponentPlan) -> bool:
 
 
 def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progress | None) -> None:
-    """Express every component's exponents in a form that files hold, or note the reason for failure."""
+    """Fill `work.expressed`, `problems` and `carried`: express each component's exponents for files."""
 
     @functools.cache
     def record() -> Mapping[str, Sequence[ComponentCall]]:
@@ -285,7 +285,7 @@ def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progr
 
 
 def _widen(pipe: Any) -> None:
-    """Cast all weights to fp32, in temporary files if they are large relative to the machine's memory."""
+    """Cast all weights to fp32; on the CPU into mapped temporary files if memory would be scarce."""
     modules = find_components(pipe).values()
     tensors = [x for module in modules for x in module.state_dict(keep_vars=True).values()]
     narrow = {id(x): x for x in tensors if x.is_floating_point() and x.dtype != torch.float32}
@@ -299,7 +299,7 @@ def _widen(pipe: Any) -> None:
 
 
 def _refuse(work: _Work, allow_eps: bool) -> None:
-    """Refuse all components that cannot be written, in one message."""
+    """Raise `OptionError` with all components that cannot be converted, if there are any."""
     if not work.problems:
         return
     parts = [f"{name}: {why}" for name, why in work.problems.items()]
@@ -322,7 +322,7 @@ def _refuse(work: _Work, allow_eps: bool) -> None:
 
 
 def _write(work: _Work, part: Path, progress: Progress | None) -> tuple[str, ...]:
-    """Write everything; return the tensors of a single file that Diffusers does not read."""
+    """Write the output to `part`; return names of a single file's tensors that Diffusers does not read."""
     if _is_laid_out(work):
         _write_laid_out(work, part, progress)
         return ()
@@ -358,19 +358,23 @@ def _fold(work: _Work, name: str) -> Any:
 def _list_entries(
     work: _Work, names: Collection[str], exponents: Mapping[str, int]
 ) -> dict[str, str]:
-    """Return the metadata entries of a file with these components and exponents of tensors."""
+    """Return the metadata entries of a file with the components `names`.
+
+    Args:
+        exponents: exponents by the file's tensor names.
+    """
     planned = [entry for entry in work.plan.components if entry.component in names]
     components = [_describe_component(work, entry) for entry in planned]
     return list_entries(work.plan.seal, components, exponents)
 
 
 def _is_laid_out(work: _Work) -> bool:
-    """Return whether tensors get the names of single files; a single file that stays one keeps its own."""
+    """Return whether tensors are renamed as in single files; a source that is one keeps its names."""
     return work.form == "comfyui" or (work.form == "single" and work.source.kind != "file")
 
 
 def _write_laid_out(work: _Work, part: Path, progress: Progress | None) -> None:
-    """Write components in the names of single files: each in a file of its own, or all in one."""
+    """Write components under the tensor names of single files: one file each for ComfyUI, or one for all."""
     table, whole = find_whole(work.source.pipeline_class), dict[str, torch.Tensor]()
     exponents: dict[str, int] = {}
     names = [entry.component for entry in work.plan.components]
@@ -400,7 +404,12 @@ def _write_laid_out(work: _Work, part: Path, progress: Progress | None) -> None:
 def _place_exponents(
     module: torch.nn.Module, exponents: Mapping[str, int], table: str
 ) -> dict[str, int]:
-    """Return the exponents of a component's tensors by their names in its file."""
+    """Return the exponents of a component's tensors, by their names in the single file.
+
+    Args:
+        exponents: exponents by the model's tensor names.
+        table: name of the table of tensor names; "" to choose it by the class.
+    """
     folds, merged = list_folds(exponents), list_merged(module, table)
     rows, columns = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for target, pieces in lay_out(module, table).items():
@@ -418,10 +427,12 @@ def _place_exponents(
 def _read_piece(
     module: torch.nn.Module, piece: Piece, folds: Mapping[str, Folds], after: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the exponents of a piece's rows, and those that its columns add, which are 0 in the first.
+    """Return the exponents of the rows and columns of one part of a file's tensor.
+
+    An element's exponent is the sum of both. The first column has 0.
 
     Args:
-        after: the tensor that was multiplied into it.
+        after: name of a second tensor that was multiplied into this one; None if there is none.
     """
     shape = module.state_dict()[piece.name].shape
     own = folds.get(piece.name, ())
@@ -438,14 +449,14 @@ def _read_piece(
 
 
 def _restore(work: _Work, name: str) -> Any:
-    """Cast a component that is left unconverted to its stored dtype, and return it."""
+    """Cast a component that is not converted back to its stored dtype, and return it."""
     module = getattr(work.pipe, name)
     cast_(module, FORMATS[_find_stored(work, name)].torch_dtype, Scaling(kept_buffers=()))
     return module
 
 
 def _list_fields(work: _Work, name: str) -> dict[str, Any]:
-    """Return the fields of a component's configuration that change, with their new values."""
+    """Return the fields of a converted component's `config.json` that change, with their new values."""
     module = getattr(work.pipe, name)
     fields: dict[str, Any] = dict(work.expressed[name].fields)
     if is_autoencoder(module) and getattr(module.config, "force_upcast", False):
@@ -454,7 +465,7 @@ def _list_fields(work: _Work, name: str) -> dict[str, Any]:
 
 
 def _find_stored(work: _Work, name: str) -> str:
-    """Return the format that holds most bytes of a component, among those that Diffusers loads."""
+    """Return the dtype of most stored bytes of a component, out of fp16, bf16 and fp32."""
     stored = read_stored_dtypes(work.source)
     counts = stored.get(name, stored.get("checkpoint", {}))
     known = {dtype: size for dtype, size in counts.items() if dtype in ("fp16", "bf16", "fp32")}
@@ -575,7 +586,10 @@ def _describe_load(work: _Work, output: Path) -> str:
 
 
 def _describe_load_of_part(work: _Work, output: Path, method: str) -> str:
-    """Return the code that loads a file's first component; Transformers' classes read no single files."""
+    """Return the code that loads the output if the source is a lone component and not a pipeline.
+
+    Transformers' classes have no `from_single_file`.
+    """
     name = work.source.parts[0].name
     library, class_name = work.source.components[name]
     options = f'subfolder="{name}", dtype=torch.float16'

@@ -51,26 +51,28 @@ from stopdown.scaling.trials.trial import run_call
 from stopdown.sources.single_file_names import read_layouts
 
 EFFECT_LIMIT = 2.0**-11
-"""Relative change of an output that passes: half a unit in the last place of fp16."""
+"""Largest relative change of an output that is accepted: half a unit in the last place of fp16."""
 
 INVISIBLE = (0.0, 2.0**-24, 2.0**-20, 2.0**-16)
-"""Changes of a norm's output with which its eps may stay: none, and ever more."""
+"""Relative changes of a norm's output up to which its eps may stay unscaled, in the order of trials."""
 
 _Find = Callable[[torch.nn.Module, Sequence[MeasuredCall]], Scaling | None]
 
 Fields = Mapping[str, frozenset[str]]
-"""Field of a configuration to the places whose eps it sets."""
+"""Maps a configuration field to the eps attributes that it sets, as `module.path.attribute`."""
 
 
 @dataclass(frozen=True)
 class FileExponents:
-    """Exponents of a component as files hold them.
+    """Exponents of a component in the form that files can store.
 
     Attributes:
-        left: eps that no field reaches: place to the exponent that it should have.
-        effect: relative L2 change of the outputs because of them, the worst of all calls.
-        calls: how many calls it was measured on; 0 when nothing is left.
-        anew: the exponents are not the plan's.
+        scaling: the folds, and the eps that fields set.
+        fields: new values of configuration fields.
+        left: eps that no field sets, with the exponents that they should have.
+        effect: relative L2 change of the outputs because of them, the largest of all calls.
+        calls: number of calls on which it was measured; 0 if `left` is empty.
+        anew: whether the exponents are new ones and not the plan's.
     """
 
     scaling: Scaling
@@ -88,15 +90,19 @@ def express_component(
     *,
     has_config: bool = True,
 ) -> FileExponents:
-    """Express a component's exponents in a form that files hold, with the least effect on outputs found.
+    """Express a component's exponents in a form that files can store, with the least effect on outputs.
 
     Args:
-        module: in fp32; left as it was.
-        record: returns the pipeline's calls of the component; called when they are needed.
-        has_config: there will be a configuration beside the weights.
+        module: the component in fp32, which is left unchanged.
+        entry: its plan.
+        record: returns the pipeline's calls of the component; only called if they are needed.
+        has_config: whether the output has a configuration beside the weights.
 
-    Cost: nothing where the plan can be written as it is; else a run of the pipeline, a capture and two
-    forwards in fp32 for each kind of call. If the plan has bounds and its exponents are found again,
+    Raises:
+        ScalingError: no form was found, or there are no calls to measure with.
+
+    Cost: none if the plan can be written as it is; else a run of the pipeline, and a capture and two
+    forward passes in fp32 for each kind of call. If the plan has bounds and new exponents are needed,
     also passes over the weights.
     """
     if entry.in_force.exponents and any(map(reads_values, entry.in_force.signatures)):
@@ -135,7 +141,7 @@ def express_component(
 
 
 def describe_rest(entry: ComponentPlan) -> str:
-    """Describe a plan's parts other than folds: `2 multiplies and the fp32_modules patch_embed`."""
+    """Describe a plan's parts other than folds: `2 multiplies and the fp32 module patch_embed`."""
     parts, scaling = [], entry.in_force
     if count := len(scaling.multiplies):
         parts.append(f"{count} multipl{'y' if count == 1 else 'ies'}")
@@ -154,12 +160,12 @@ def describe_rest(entry: ComponentPlan) -> str:
 
 
 def rests_on_bounds(scaling: Scaling) -> bool:
-    """Return whether bounds state the range of some of its values, and not of weights alone."""
+    """Return whether a scaling was derived from bounds on activations, and not on weights alone."""
     return bool(scaling.bounded and scaling.range_note)
 
 
 def _is_folds_alone(module: torch.nn.Module, entry: ComponentPlan) -> bool:
-    """Check whether a file can hold everything in a plan except perhaps some eps."""
+    """Return whether a plan consists of folds into stored tensors, and possibly eps."""
     stored = module.state_dict().keys()
     are_stored = all(split_fold_name(name)[0] in stored for name in entry.in_force.exponents)
     return are_stored and not has_more_than_folds(entry.in_force)
@@ -167,10 +173,11 @@ def _is_folds_alone(module: torch.nn.Module, entry: ComponentPlan) -> bool:
 
 @dataclass(frozen=True)
 class _Search:
-    """Looks for exponents of a module that files can hold.
+    """Search for exponents of a module in the form that files can store.
 
     Attributes:
-        narrow: classes of modules that readers run in fp16, and Diffusers in fp32.
+        calls: recorded calls on which effects are measured.
+        narrow: module classes that Diffusers keeps in fp32 and other readers of the file run in fp16.
     """
 
     module: torch.nn.Module
@@ -180,7 +187,7 @@ class _Search:
 
     @functools.cached_property
     def _kinds(self) -> list[MeasuredCall]:
-        """Captures of all kinds of calls, except for made-up calls that cannot be captured."""
+        """Captures of each kind of call; made-up calls that cannot be captured are left out."""
         kinds: list[MeasuredCall] = []
         for group in group_calls(self.calls):
             try:
@@ -194,10 +201,14 @@ class _Search:
     def find_best(
         self, planned: FileExponents | None, *, certified: bool
     ) -> tuple[FileExponents | None, _Find | None]:
-        """Find the exponents with the least effect on the outputs, or with one small enough.
+        """Find the exponents with the least effect on the outputs; stop at the first that is small enough.
+
+        Args:
+            planned: the plan's own exponents; None if they are more than folds.
+            certified: whether the plan is certified, so that an effect up to `EFFECT_LIMIT` is accepted.
 
         Returns:
-            The exponents, None if there are none; and their search, None for the plan's own exponents.
+            The exponents, or None; and the search that found them, None for the plan's own.
         """
         best: FileExponents | None = None
         found_by: _Find | None = None
@@ -219,10 +230,13 @@ class _Search:
         return best, found_by
 
     def certify(self, best: FileExponents, find: _Find, ranges: str) -> FileExponents:
-        """Find the same kind of exponents with as many bounds as keep the effect on outputs small enough.
+        """Run a search again with limits from bounds; return `best` if it finds no exponents within them.
 
-        Cost: passes over the weights and solutions, as for `scale_by_bounds`, and after each solution a
-        forward in fp32 for each call.
+        Args:
+            best: exponents that `find` found before.
+            ranges: `bound` or `auto`, as for `scale_by_bounds`.
+
+        Cost: that of `scale_by_bounds`, and after each solution a forward pass in fp32 for each call.
         """
         most = max(best.effect, EFFECT_LIMIT)
 
@@ -250,7 +264,7 @@ class _Search:
         return list(_run(self.module, self.calls))
 
     def _list_finds(self, planned: FileExponents | None) -> Iterator[tuple[_Find, float]]:
-        """Yield searches for exponents without some eps, each with the effect at which to stop."""
+        """Yield searches that may scale ever more eps, each with the effect at which to stop."""
         groups, find = list(self.fields.values()), functools.partial(find_folds, narrow=self.narrow)
         for free, most in _list_free(self.module, planned, self.calls):
             yield functools.partial(find, groups=groups, free=free), most
@@ -261,7 +275,10 @@ class _Search:
 def _list_free(
     module: torch.nn.Module, planned: FileExponents | None, calls: Sequence[ComponentCall]
 ) -> Iterator[tuple[Collection[str] | None, float]]:
-    """Yield sets of eps that may change, the smallest first, each with the effect at which to stop."""
+    """Yield sets of eps that may be scaled though no field sets them, with the effect at which to stop.
+
+    The smallest set comes first; None stands for all eps.
+    """
     yield (), EFFECT_LIMIT
     effects = measure_norms(module, planned.left, calls) if planned is not None else {}
     known: set[str] = set()
@@ -276,13 +293,16 @@ def _list_free(
 def measure_norms(
     module: torch.nn.Module, eps: Mapping[str, int], calls: Sequence[ComponentCall]
 ) -> dict[str, float]:
-    """Measure the change in each norm's output if its eps stays while the norm's input is scaled.
+    """Measure the change in each norm's output if its input is scaled but its eps is not.
 
     Args:
-        eps: `module.path.attribute` to the exponent that it should have; of numbers in
-            code none is measured.
+        eps: maps `module.path.attribute` to the exponent that it should have; limits of clamps in code
+            are skipped.
 
-    Cost: a forward in fp32 for each call, and each of these norms twice more.
+    Returns:
+        The largest relative change over all calls, by `module.path.attribute`.
+
+    Cost: a forward pass in fp32 for each call, and two more of each such norm.
     """
     eps = {x: exponent for x, exponent in eps.items() if read_clamp(x.rpartition(".")[2]) is None}
     worst = dict.fromkeys(eps, 0.0)
@@ -313,7 +333,7 @@ def measure_norms(
 def _write_eps(
     module: torch.nn.Module, scaling: Scaling, fields: Fields, *, anew: bool = False
 ) -> FileExponents:
-    """Split the eps of a scaling into those with a configuration field and those without."""
+    """Assign a scaling's eps to configuration fields; list those that no field can set."""
     written: dict[str, int] = {}
     values: dict[str, float] = {}
     for name, places in fields.items():
@@ -333,7 +353,11 @@ def _measure_effect(
     calls: Sequence[ComponentCall],
     before: Sequence[torch.Tensor],
 ) -> dict[str, Any]:
-    """Measure the relative L2 change in the outputs from the eps left unchanged; infinite if not finite."""
+    """Measure the largest relative L2 change in the outputs that unscaled eps cause; inf if not finite.
+
+    Args:
+        before: outputs of the unchanged module.
+    """
     worst = 0.0
     rescaling = fold_scaling(module, expressed.scaling)
     try:
@@ -359,16 +383,16 @@ def _compare(old: torch.Tensor, new: torch.Tensor) -> float:
 
 
 _LARGEST = 0.1
-"""What is called eps and is larger is something else."""
+"""Attributes named eps with larger values are not eps of norms."""
 
 
 def find_eps_fields(module: torch.nn.Module) -> dict[str, frozenset[str]]:
-    """Map each configuration field that sets eps to the places that it sets, `module.path.attribute`.
+    """Map each configuration field that sets eps to the attributes it sets, `module.path.attribute`.
 
-    A field inside another configuration is written `text_config.rms_norm_eps`. Empty for a module
-    without a configuration.
+    A field of a nested configuration is written `text_config.rms_norm_eps`. Empty for a module without a
+    configuration.
 
-    Cost: the component built once without weights for each field.
+    Cost: builds the component once without weights, and once more for each field.
     """
     fields = dict(_iterate_fields(_read_config(module)))
     if not fields:
@@ -389,7 +413,7 @@ def read_field(module: torch.nn.Module, name: str) -> float:
 
 
 def list_eps(module: torch.nn.Module) -> dict[str, float]:
-    """Return the value of every eps of a module by `module.path.attribute`."""
+    """Return the value of every eps attribute of a module, by `module.path.attribute`."""
     return {
         ".".join(filter(None, (path, name))): held
         for path, owner in module.named_modules()
@@ -418,7 +442,7 @@ def _iterate_fields(config: Mapping[str, Any], prefix: str = "") -> Iterator[tup
 
 
 def _build(module: torch.nn.Module, changes: Mapping[str, float]) -> torch.nn.Module:
-    """Build the component from its configuration with some changes, on fake tensors without memory."""
+    """Build the component on fake tensors from its configuration, with some fields changed."""
     kind: Any = type(module)
     if isinstance(module.config, Mapping):
         changed = {**module.config, **changes}

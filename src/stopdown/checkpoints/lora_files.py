@@ -1,11 +1,11 @@
-"""A LoRA file written for a converted model: its matrices times the powers of two of what they add to.
+"""Conversion of a LoRA for a converted model: its matrices are scaled by the exponents of the weights.
 
-The exponents come from the converted model itself, whose files carry them, or from a plan and the model
-that it names. Names, order, alphas and dtypes stay as they are; a tensor whose dtype would lose a bit by
-its power of two is written in fp32.
+The exponents are read from the metadata of the converted model, or from a plan and the model that it names.
+Names, order, alphas and dtypes are unchanged, except that a tensor is written in fp32 if scaling would lose
+bits in its own dtype.
 
-Not covered: a plan whose model was written with other exponents: `convert` finds them anew where
-files cannot hold the plan's, so the converted model is the better thing to give.
+Not covered: a plan whose model was converted with other exponents, since `convert` computes new ones if files
+cannot store the plan's. Give the converted model instead.
 """
 
 from __future__ import annotations
@@ -64,14 +64,15 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors of a model that a LoRA adds to.
+    """Shapes and exponents of the model's tensors to which a LoRA adds.
 
     Attributes:
-        shapes: component, name of the tensor there, to its shape.
-        folds: component, name, to the folds of that tensor.
-        seal: of the plan, or what the files say of themselves.
-        note: what is to be said of them; "" for nothing.
-        folder: of a pipeline whose class knows other programs' names; None for a single file.
+        shapes: shapes by component and tensor name.
+        folds: folded exponents of each tensor, by component and tensor name.
+        seal: seal of the plan, or the entry in the files' metadata.
+        note: remark for the record; "" for none.
+        folder: folder of a pipeline whose class can read other programs' LoRA names; None for a single
+            file.
     """
 
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
@@ -81,7 +82,7 @@ class Weights:
     folder: Path | None = None
 
     def read_rows(self, layer: Layer, kind: str) -> torch.Tensor | None:
-        """Read the exponents of the rows of a layer's `weight` or `bias`; None if it has none."""
+        """Return the exponents of the rows of a layer's `weight` or `bias`; None if the layer lacks it."""
         shape = self.shapes[layer.component].get(layer.name_tensor(kind))
         if shape is None:
             return None
@@ -90,7 +91,7 @@ class Weights:
         return rows.chunk(parts)[place]
 
     def read_columns(self, layer: Layer) -> torch.Tensor | None:
-        """Read the exponents of the columns of a layer's weight, which add to those of its rows."""
+        """Return the exponents of a layer's weight columns, to be added to those of its rows; or None."""
         shape = self.shapes[layer.component].get(layer.name_tensor("weight"), ())
         return spread_columns(self._find_folds(layer, "weight"), shape[1]) if shape[1:] else None
 
@@ -104,19 +105,19 @@ def convert_lora(
     """Convert a LoRA file for a model that `convert` wrote.
 
     Args:
-        lora: a safetensors file, in the names of Diffusers, PEFT, kohya's trainers or ComfyUI.
+        lora: a safetensors file, with names as in Diffusers, PEFT, kohya's trainers or ComfyUI.
         output: the new file.
-        plan: the converted model, a folder or a file; or the plan that it was written by, whose model
-            is still where it names it.
-        overwrite: replace a file that is there.
+        plan: the converted model, a folder or a file; or the plan with which it was converted, if the
+            original is still at the path that the plan names.
+        overwrite: whether to replace an existing file.
 
     Raises:
-        OptionError: something in it cannot be exact, by name; it was written so before.
-        OutputError: the place is taken or cannot be written.
-        PlanError: the plan is damaged, or its model is another now.
+        OptionError: some layers cannot be scaled exactly (all are named), or the LoRA is already converted.
+        OutputError: the output exists already or cannot be written.
+        PlanError: the plan is damaged, or its model has changed.
         SourceError: the LoRA is damaged, or fits another model.
 
-    Cost: the LoRA in memory.
+    Cost: the LoRA's tensors in memory.
     """
     started = time.perf_counter()
     path, target = Path(lora), Path(output)
@@ -147,7 +148,7 @@ def convert_lora(
 
 
 def _open(path: Path) -> dict[str, str]:
-    """Read the metadata of a LoRA; refuse one that is already scaled."""
+    """Read a LoRA's metadata; refuse a LoRA that is already converted."""
     with refusing_damage(f"The LoRA {path} is"):
         read_header(path)
         metadata = read_metadata(path)
@@ -161,7 +162,7 @@ def _open(path: Path) -> dict[str, str]:
 
 
 def read_weights(plan: Plan | str | Path) -> Weights:
-    """Read a model's tensors with their exponents, from `convert`'s output or from a plan and its model."""
+    """Read the shapes and exponents of a model's tensors, from `convert`'s output or a plan and its model."""
     if isinstance(plan, Plan):
         return _read_planned(plan)
     path = Path(plan)
@@ -251,7 +252,12 @@ def _read_file(
     seal: str,
     note: str,
 ) -> Weights:
-    """Read a single file with the exponents of its tensors, by the file's own names."""
+    """Return the shapes and exponents of a single file's tensors, by the file's own names.
+
+    Args:
+        exponents: exponents by component and the model's tensor name.
+        left: components that were not converted.
+    """
     rows = trace_rows(source)
     named = name_exponents(
         spread_exponents(rows, exponents, left), trace_columns(source, rows, exponents)
@@ -261,7 +267,7 @@ def _read_file(
 
 
 def _rename(tensors: Tensors, weights: Weights) -> Tensors:
-    """Rename tensors to names in the model: leave known ones, or use Diffusers' names for its class."""
+    """Rename a LoRA's tensors to the model's names, with Diffusers' converter if they are unknown."""
     index = _index(weights)
     is_known = all(find_layer(stem, index) for stem in _group_by_layer(tensors)[0])
     if is_known or weights.folder is None:
@@ -280,7 +286,7 @@ def _index(weights: Weights) -> dict[str, dict[str, Layer]]:
 def _scale_all(
     path: Path, tensors: Tensors, weights: Weights
 ) -> tuple[dict[str, torch.Tensor], Counter[str]]:
-    """Scale every tensor for the output; also count the scaled ones of each component."""
+    """Return all tensors of a LoRA, scaled for the model, and the number of scaled ones by component."""
     groups, others = _group_by_layer(tensors)
     index = _index(weights)
     written, changed = dict(tensors), Counter[str]()
@@ -313,7 +319,7 @@ def _scale_all(
 
 
 def _group_by_layer(tensors: Mapping[str, Any]) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """Group the names in a LoRA file: layer → role (up, down, alpha) → name; list the rest separately."""
+    """Map each layer in a LoRA file to its tensor names by role (up, down, alpha), and list other names."""
     groups: dict[str, dict[str, str]] = {}
     others = []
     for name in tensors:
@@ -325,7 +331,7 @@ def _group_by_layer(tensors: Mapping[str, Any]) -> tuple[dict[str, dict[str, str
 
 
 def _find_other_shape(parts: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> str | None:
-    """Return the shape of the weight that the matrices fit if it differs from the model's; else None."""
+    """Return the shape of the weight to which the LoRA's matrices add; None if it is the model's shape."""
     if "lora_A" in parts and "lora_B" in parts:
         wanted = (parts["lora_B"].shape[0], *parts["lora_A"].shape[1:])
         same = wanted[:2] == shape[:2] or (len(shape) < 2)
@@ -340,7 +346,7 @@ def _show(shape: Any) -> str:
 
 
 def _scale(tensor: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Multiply a tensor by powers of two, in fp32 if its own dtype would lose a bit."""
+    """Multiply a tensor by powers of two; return it in fp32 if its own dtype would lose a bit."""
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise ScalingError(f"a tensor of it is {tensor.dtype}")
     for dtype in (tensor.dtype, torch.float32):

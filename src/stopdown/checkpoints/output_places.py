@@ -1,4 +1,4 @@
-"""Where a conversion goes: which form, and what may be replaced there."""
+"""Output places of conversions: their form, and checks of what may be replaced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stopdown.sources.source import Source
 from stopdown.sources.weight_files import open_weight_file
 
 RECORD_NAME = "stopdown.json"
-"""The record inside a converted folder, with the names and sizes of all that was written there."""
+"""Name of the record in a converted folder, which lists all files written there with their sizes."""
 
 _CONVERTED = "a model that convert wrote"
 
@@ -29,11 +29,11 @@ Form = Literal["diffusers", "single", "comfyui"]
 
 @dataclass(frozen=True)
 class Target:
-    """Where a conversion goes, and in which form.
+    """Path and form of a conversion's output.
 
     Attributes:
         path: a folder; for `single` a `.safetensors` file.
-        form: `diffusers`: a folder as Diffusers saves it. `single`: one file in the names of the model's
+        form: `diffusers`: a Diffusers folder. `single`: one file with the tensor names of the model's
             authors. `comfyui`: a folder with `diffusion_models`, `text_encoders` and `vae`, one file each.
     """
 
@@ -42,7 +42,7 @@ class Target:
 
 
 def _refuse_quantised(source: Source) -> None:
-    """Refuse to rewrite quantised weights: exponents are folded into values in fp16."""
+    """Refuse a source with quantised weights, as exponents can only be folded into floating weights."""
     file = open_weight_file(source.path)
     if not file.is_quantised:
         return
@@ -56,7 +56,11 @@ def _refuse_quantised(source: Source) -> None:
 
 
 def choose_target(output: str | Path | Target, source: Source) -> Target:
-    """Return the target with its form, inferred from the path if none is given; refuse a misfit."""
+    """Return the target, with its form inferred from the path if none is given.
+
+    Raises:
+        OptionError: path, form and source do not fit together.
+    """
     if not isinstance(output, Target):
         is_file = Path(output).suffix.lower() in WEIGHT_FILES
         output = Target(output, "single" if is_file else "diffusers")
@@ -96,7 +100,7 @@ def choose_target(output: str | Path | Target, source: Source) -> Target:
 
 
 def _refuse_unread(source: Source) -> None:
-    """Refuse a single file for a pipeline that no program reads from one."""
+    """Refuse single-file output for a pipeline with components that single files of it do not contain."""
     names = [name for name in source.components if source.has_weights(name)]
     missing = [name for name in names if name not in find_whole(source.pipeline_class).prefixes]
     if missing and len(names) > 1:
@@ -111,10 +115,13 @@ def _refuse_unread(source: Source) -> None:
 def check_place(
     source: Source, target: Path, plan: str | Path | None, force: bool
 ) -> Callable[[Path], str]:
-    """Refuse an unusable OUT before anything is loaded.
+    """Refuse an output path that cannot be used, before anything is loaded.
+
+    Args:
+        force: whether an earlier output of `convert` may be replaced.
 
     Returns:
-        A function that describes an obstacle at a path; "" if the path may be replaced.
+        A function that describes what must not be replaced at a path; "" if it may be.
     """
     is_file = target.suffix.lower() in WEIGHT_FILES
     _refuse_nested(source, target, plan)
@@ -138,7 +145,7 @@ def check_place(
 
 
 def _refuse_nested(source: Source, target: Path, plan: str | Path | None) -> None:
-    """Refuse an OUT that is an input, contains one or lies in one; links are followed."""
+    """Refuse an output path that is, contains or lies inside an input, after resolving links."""
     place = Path(os.path.realpath(target))
     folder = Path(os.path.realpath(source.path))
     if place == folder:
@@ -172,7 +179,7 @@ def _list_files(path: Path) -> list[Path]:
 
 
 def describe_other_folder(folder: Path) -> str:
-    """Describe the contents of a folder that `convert` did not write; "" if there are none."""
+    """Describe what in a folder was not written by `convert`; "" if it wrote everything."""
     try:
         record = read_record(folder / RECORD_NAME, Conversion)
     except InputError:
@@ -187,7 +194,7 @@ def describe_other_folder(folder: Path) -> str:
 def measure_files(folder: Path) -> dict[str, int]:
     """Return the size of each file below a folder in bytes, by relative path, without the record.
 
-    Links and other entries that are not regular files, and empty folders, have -1.
+    The size is -1 for links, other entries that are not regular files, and empty folders.
     """
     found = {}
     for place, folders, names in os.walk(folder):

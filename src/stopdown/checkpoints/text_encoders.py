@@ -1,16 +1,16 @@
-"""A text encoder of Transformers by itself, written so that plain Transformers runs it in fp16.
+"""Conversion of a Transformers text encoder by itself, so that plain Transformers runs it in fp16.
 
-The encoders of diffusion models are models of their own (T5, umT5, Gemma, Qwen2.5-VL, CLIP) and serve
-many of them. No pipeline tells how they are called, so the calls are made up: tokens over the whole
-vocabulary, at a few lengths. Exponents come from bounds over the weights (`certify`), which hold for
-every token, or from these calls. They are folded into the weights, eps go into the configuration, and every
-file that describes the model is copied.
+The text encoders of diffusion models (T5, umT5, Gemma, Qwen2.5-VL, CLIP) are separate models that several
+pipelines share. Without a pipeline the calls are made up: random tokens of the whole vocabulary, at a few
+lengths. Exponents come from bounds over the weights (`certify`), which hold for every token, or from these
+calls. They are folded into the weights, eps are written into the configuration, and all files that describe
+the model are copied.
 
-Programs read what an encoder returns, and some read its hidden states. Those stay as they are where
-exponents allow it; where only scaled hidden states keep the model in fp16 that is said. What T5 and
-umT5 hold between layers is read by none.
+Programs read an encoder's output, and some read its hidden states. If possible, exponents leave both
+unscaled. If the model only stays in range with scaled hidden states, the record says so. No program reads
+the hidden states of T5 and umT5.
 
-Not covered: pictures: the vision part of a model for both is cast, and not rescaled.
+Not covered: pictures. The vision part of a vision-language model is cast, but not rescaled.
 """
 
 from __future__ import annotations
@@ -68,21 +68,21 @@ _ENCODERS = {
     "UMT5ForConditionalGeneration": "UMT5EncoderModel",
     "MT5ForConditionalGeneration": "MT5EncoderModel",
 }
-"""Models that are published whole and of which diffusion models use the encoder."""
+"""Encoder-decoder classes, and the classes of their encoders, which diffusion models use."""
 
 _UNREAD_STATES = ("t5", "umt5", "mt5")
-"""Kinds of models whose hidden states no program reads."""
+"""Model types whose hidden states no program reads."""
 
 LENGTHS = (8, 64)
-"""Tokens of the calls that are made up."""
+"""Numbers of tokens in the made-up calls."""
 
 ROWS = 4
-"""Rows of each."""
+"""Batch size of each made-up call."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A text encoder that was found."""
+    """A text encoder on disk: its folder, component name, class and configuration."""
 
     folder: Path
     name: str
@@ -96,10 +96,10 @@ def find_encoder(
     *,
     revision: str | None = None,
 ) -> Encoder | None:
-    """Find the text encoder in a Transformers folder, or in a component of a Diffusers folder.
+    """Find the text encoder in a Transformers folder, or in a component of a Diffusers folder or Hub id.
 
     Returns:
-        None where SOURCE is no such folder.
+        The encoder; None if `source` is neither.
     """
     root = Path(source).expanduser()
     if not root.exists() and is_hub_id(str(source)):
@@ -169,12 +169,14 @@ def convert_encoder(
     certify: bool = False,
     allow: Collection[Literal["eps", "overwrite"]] = (),
 ) -> Conversion:
-    """Write a text encoder so that plain Transformers runs it in fp16.
+    """Convert a text encoder, so that plain Transformers runs it in fp16.
 
     Args:
-        certify: bounds for every token instead of measured calls.
+        output: folder to write.
+        certify: derive the exponents from bounds for every token, not from measured calls.
+        allow: as for `convert`.
 
-    Cost: the encoder in fp32 in memory, and captures of it.
+    Cost: the encoder in fp32 in memory, and captures of its calls.
     """
     started, target = time.perf_counter(), Path(output)
     place = Source(str(encoder.folder), encoder.folder, "component")
@@ -217,10 +219,11 @@ def load_encoder(encoder: Encoder) -> Any:
 def make_encoder_calls(
     module: Any, *, states: bool, lengths: Collection[int] = LENGTHS
 ) -> list[ComponentCall]:
-    """Make calls of a text encoder: tokens from the whole vocabulary, with a mask.
+    """Make up calls of a text encoder: `[ROWS, length]` random tokens of the vocabulary, with a mask.
 
     Args:
-        lengths: in tokens; no longer than the model takes.
+        states: whether the calls also return hidden states.
+        lengths: numbers of tokens, which are cut to the model's maximum.
     """
     config = module.config.get_text_config()
     size = getattr(config, "vocab_size", 0)
@@ -259,7 +262,14 @@ def _find_options(module: Any, states: bool) -> dict[str, Any]:
 def _express(
     encoder: Encoder, module: Any, certify: bool, allow_eps: bool
 ) -> tuple[FileExponents, ComponentPlan, list[str]]:
-    """Express the exponents in a form that files hold, for calls with hidden states, or else without."""
+    """Find exponents in a form that files can store, for calls with hidden states if possible.
+
+    Returns:
+        The exponents, their plan, and sentences about them.
+
+    Raises:
+        OptionError: there are none, with the reasons.
+    """
     bare = ComponentPlan(encoder.name, encoder.class_name, sample_weights(module), "fp16")
     problems: list[str] = []
     is_unread = encoder.config.get("model_type") in _UNREAD_STATES
