@@ -1,12 +1,14 @@
-"""`convert`: a plan written into weights and configurations, for programs that know nothing of plans.
+"""`convert`: write a plan's exponents into weights and configurations, for programs without Stopdown.
 
-Each component's exponents are brought into a form that files hold (`file_exponents`), which runs it in fp32
-if the plan has more than that. They are folded in and cast to fp16 tensor by tensor from the stored format,
-and written with the descriptions of the original beside them.
-In a folder, a component that needs more than files hold (multiplies, fp32 layers, an fp32 residual stream)
-keeps its weights, and its `config.json` carries its plan.
-A single file is written again row by row, with its own names. Everything is written beside its place
-and renamed at the end.
+Each component's exponents are first expressed in a form that files can store (`file_exponents`). If the
+plan has more than that, the component is run in fp32. The weights are then scaled and cast to fp16 tensor
+by tensor from the stored format, and written with copies of the original configurations.
+
+In a folder, a component that needs more than files can store (multiplies, fp32 layers, an fp32 residual
+stream) keeps its weights, and its plan is added to its `config.json`.
+
+A single file is rewritten row by row under its own tensor names. All output is written under a temporary
+name and renamed at the end.
 
 Not covered: programs that change eps, precision or attention by themselves.
 """
@@ -374,7 +376,7 @@ def _is_laid_out(work: _Work) -> bool:
 
 
 def _write_laid_out(work: _Work, part: Path, progress: Progress | None) -> None:
-    """Write components under the tensor names of single files: one file each for ComfyUI, or one for all."""
+    """Write components with the tensor names of single files: one file each for ComfyUI, else one file."""
     table, whole = find_whole(work.source.pipeline_class), dict[str, torch.Tensor]()
     exponents: dict[str, int] = {}
     names = [entry.component for entry in work.plan.components]

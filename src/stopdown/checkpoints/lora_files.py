@@ -4,7 +4,7 @@ The exponents are read from the metadata of the converted model, or from a plan 
 Names, order, alphas and dtypes are unchanged, except that a tensor is written in fp32 if scaling would lose
 bits in its own dtype.
 
-Not covered: a plan whose model was converted with other exponents, since `convert` computes new ones if files
+Not covered: a plan whose model was converted with other exponents. `convert` computes new ones if files
 cannot store the plan's. Give the converted model instead.
 """
 
@@ -162,7 +162,7 @@ def _open(path: Path) -> dict[str, str]:
 
 
 def read_weights(plan: Plan | str | Path) -> Weights:
-    """Read the shapes and exponents of a model's tensors, from `convert`'s output or a plan and its model."""
+    """Read the shapes and exponents of a model's tensors, from a converted model or a plan."""
     if isinstance(plan, Plan):
         return _read_planned(plan)
     path = Path(plan)

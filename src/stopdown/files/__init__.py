@@ -1,1 +1,1 @@
-"""Files that are read or written: JSON and TOML with limits, and places for results."""
+"""Reading of JSON and TOML files within limits, and writing of results."""

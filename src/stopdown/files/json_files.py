@@ -1,12 +1,12 @@
-"""Files that come from elsewhere, read with limits: how large, how deep, how long a number.
+"""Reading of untrusted JSON and other small files, with limits on size, depth and digits.
 
-Every JSON file that Stopdown did not just write itself is read here, and so is what other decoders get:
-`read_small_file` gives them bytes. The short fact that an `UnreadableError` holds goes into the sentence
-of the caller, who knows what the file should have been.
+Every JSON file that Stopdown did not just write itself is read here. Other decoders get their bytes from
+`read_small_file`. The message of an `UnreadableError` is a short fact that the caller puts into a sentence,
+as it knows what the file should contain.
 
-**Catches** named pipes, devices, folders and links that go round, files over a size, text that is not
-JSON, NaN (and Infinity, also as 1e999, unless it is wanted), integers of more than 40 digits,
-nesting over 64, and halves of surrogate pairs.
+**Catches** named pipes, devices, folders and circular links, files above a size, text that is not JSON, NaN
+(and Infinity, also as 1e999, unless it is allowed), integers of more than 40 digits, nesting over 64, and
+halves of surrogate pairs.
 **Does not catch** a file that another process changes while it is read.
 """
 
@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 MOST_BYTES = 64 * 2**20
-"""The largest JSON file of a model is a tokenizer's, of 35 MB (Gemma)."""
+"""Default size limit in bytes; the largest JSON file of a model is a tokenizer of 35 MB (Gemma)."""
 
 MOST_DEPTH = 64
-"""The deepest configuration has tables in tables to a depth below 10."""
+"""Deepest nesting of JSON; configurations of models stay below 10."""
 
 MOST_DIGITS = 40
-"""Tokenizers write 31 for "no limit"; Python takes time that is quadratic in the digits."""
+"""Most digits of an integer; tokenizers write 31 for "no limit", and parsing takes quadratic time."""
 
 
 class UnreadableError(ValueError):
-    """A file that is not read; the message says what it is, after `it`."""
+    """Raised for a file that cannot be read; the message is a clause that begins with `it`."""
 
 
 def read_json_table(
@@ -46,7 +46,7 @@ def read_json_table(
 
 
 def read_small_file(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
-    """Read the content of a regular file, without waiting for pipes or devices."""
+    """Read the bytes of a regular file; raise `UnreadableError` for pipes, devices and large files."""
     with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
@@ -55,10 +55,10 @@ def read_small_file(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def open_regular_file(path: Path) -> BinaryIO:
-    """Open a regular file to read bytes.
+    """Open a regular file for reading bytes, without blocking on named pipes.
 
     Raises:
-        UnreadableError: it cannot be opened, or is not a regular file.
+        UnreadableError: the path cannot be opened, or is not a regular file.
     """
     try:
         # Without O_NONBLOCK opening a named pipe waits for somebody who writes into it.
@@ -77,11 +77,14 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def parse_json(content: bytes, *, allows_infinity: bool = False) -> Any:
-    """Parse a JSON text within the limits of this module.
+    """Parse JSON within the limits of this module.
 
     Args:
-        content: UTF-8.
-        allows_infinity: also read `Infinity`, which Diffusers writes for bounds of schedulers.
+        content: JSON text in UTF-8.
+        allows_infinity: also accept `Infinity`, which Diffusers writes into scheduler configurations.
+
+    Raises:
+        UnreadableError: the text is not JSON, or exceeds a limit.
     """
 
     def refuse_constant(text: str) -> float:
@@ -132,7 +135,12 @@ def _check_depth(content: Any) -> None:
 
 
 def _check_characters(content: bytes, found: Any) -> None:
-    """Refuse half of a surrogate pair, which is text that cannot be printed or written."""
+    """Refuse text with half of a surrogate pair, which cannot be encoded.
+
+    Args:
+        content: the JSON text.
+        found: its parsed value.
+    """
     if _SURROGATE.search(content):
         try:
             json.dumps(found, ensure_ascii=False).encode()

@@ -1,17 +1,15 @@
-"""Where results go: a place is checked before the run, written beside, and renamed when it is whole.
+"""Atomic writing of results, and checks of output paths before a run.
 
-A file or folder is made under a temporary name in the folder of its target and renamed at the end, so
-that a full disk, Ctrl-C or `kill -9` leaves nothing half-written. Links are followed: what a link
-points to is written, and the link stays. What a process that was killed left under a temporary name is
-removed by the next one that writes there. A name that Stopdown chose itself replaces nothing: it is
-numbered (`stopdown-2.mp4`).
+A file or folder is written under a temporary name in the folder of its target, and renamed when it is
+complete, so that a full disk, Ctrl-C or `kill -9` leaves nothing half-written. If the target is a link, the
+file that it points to is replaced. Temporary files of a killed process are removed by the next process that
+writes to the folder. A default name is numbered (`stopdown-2.mp4`) so that nothing is replaced. Missing
+folders are made when the result is written.
 
-A folder that is missing is made when the result is written.
-
-**Catches**, before the run, folders that cannot be made or written, names that are too long, a
-file where a folder is to be and the other way round, pipes and devices, an output that is an input of
-the same run, and files that the caller says must stay.
-**Does not catch** a disk that is too small for a result that is not there yet: that is told at the end.
+**Catches**, before the run, folders that cannot be made or written to, names that are too long, a file in
+place of a folder and vice versa, pipes and devices, an output that is an input of the same run, and files
+that must not be replaced according to the caller.
+**Does not catch** a disk that is too small for the result, which is reported at the end.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ if TYPE_CHECKING:
     import filelock
 
 Replaces = Callable[[Path], str]
-"""Why what is at a path must stay, in words such as `a plan`; empty when it may be replaced."""
+"""Function that describes a file that must not be replaced, such as `a plan`; "" if it may be."""
 
 LOCK = ".lock"
-"""The file in a folder that says that a process holds it."""
+"""Name of the lock file in a folder that a process has locked."""
 
 _PROBE_BYTES = 65536
 
@@ -60,8 +58,8 @@ def check_suffix(path: Path, *suffixes: str, expected: str = "") -> None:
     """Refuse an output without the suffix of its format.
 
     Args:
-        suffixes: that are taken, in lower case, the usual one first.
-        expected: why, for the message.
+        suffixes: accepted suffixes in lower case, the usual one first.
+        expected: explanation for the message.
     """
     refuse_nameless(path)
     if path.suffix.lower() not in suffixes:
@@ -82,18 +80,19 @@ def check_target(
     force: bool = True,
     inputs: Iterable[str | os.PathLike[str] | None] = (),
 ) -> None:
-    """Refuse a place that cannot be written, before hours are spent on its content.
+    """Refuse an output path that cannot be written, before hours are spent on the result.
 
-    A small file is made beside the target, and removed, with the folders that were missing.
+    As a test, a small file is written beside the target and removed, with any folders made for it.
 
     Args:
-        path: where the result will go, as it was typed.
-        folder: it will be a folder; one that is there has to be empty unless `replaces` is given.
-        noun: names the output in the message.
-        option: how another place is given, for the message.
-        replaces: which file may be replaced; None for any. Of a folder: which one that is not empty.
-        force: whether such a file is replaced, and not refused.
-        inputs: files that the run reads, which the output must not replace; None is passed over.
+        path: the output path as it was typed.
+        folder: whether the output is a folder; an existing one must be empty unless `replaces` is given.
+        noun: word for the output in the message.
+        option: how to name another path, for the message.
+        replaces: describes a file, or a folder that is not empty, that must not be replaced; None to
+            allow any file.
+        force: whether an existing file may be replaced at all.
+        inputs: files that the run reads, which the output must not replace; None entries are skipped.
     """
     refuse_nameless(path, option)
     shown, target = Path(path), _resolve(path)
@@ -131,13 +130,14 @@ def check_target(
 def written_beside(
     path: str | os.PathLike[str], *, option: str = "with -o", replaces: Replaces | None = None
 ) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, renamed to `path` when the block ends without an error.
+    """Yield a temporary path beside `path`, which is renamed to `path` if the block succeeds.
 
-    After an error, Ctrl-C included, the temporary output is removed and `path` is as it was. If a file
-    that must stay has taken the name meanwhile, the output is kept under a numbered one.
+    After an error or Ctrl-C, the temporary output is removed and `path` is unchanged. If a file that must
+    not be replaced has appeared meanwhile, the output gets a numbered name and `OutputError` is raised.
 
     Args:
-        path: where the finished file or folder belongs.
+        path: path of the finished file or folder.
+        option: how to name another path, for error messages.
         replaces: as for `check_target`.
     """
     refuse_nameless(path, option)
@@ -153,12 +153,12 @@ def written_beside(
 def write_numbered(
     path: str | os.PathLike[str], write: Callable[[Path], object], *companions: str
 ) -> Path:
-    """Write to the preferred name, or to the first free numbered one.
+    """Write to a path, or to the first free numbered one if it exists.
 
     Args:
-        path: the first choice.
-        write: makes the file or folder at the path that it is given.
-        companions: endings of further names that have to be free: `.json` for `clip.mp4.json`.
+        path: preferred path.
+        write: writes the file or folder to the path that it receives.
+        companions: suffixes of other names that must be free: `.json` for `clip.mp4.json`.
 
     Returns:
         The path written. Nothing was replaced, not even a file that another process wrote meanwhile.
@@ -195,10 +195,10 @@ def find_record_path(output: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def held_folder(folder: Path, busy: InputError) -> Iterator[None]:
-    """Lock an existing folder for this process within the block, and remove the lock afterwards.
+    """Lock an existing folder while the block runs, and remove the lock file afterwards.
 
     Raises:
-        InputError: `busy`, if another process holds the folder.
+        InputError: another process has locked the folder; the error is `busy`.
     """
     import filelock
 
@@ -219,18 +219,21 @@ def held_folder(folder: Path, busy: InputError) -> Iterator[None]:
 
 
 _held: set[Path] = set()
-"""Files of locks of this process."""
+"""Lock files that this process has created."""
 
 
 def drop_locks() -> None:
-    """Remove the locks of this process, for exits that skip cleanup."""
+    """Remove the lock files of this process, for exits without unwinding."""
     for path in tuple(_held):
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 def _remove_lock(lock: filelock.BaseFileLock, path: Path) -> None:
-    """Remove a lock's file, also if a signal interrupted its creation, and never another process's."""
+    """Release a lock and remove its file, unless another process holds it.
+
+    Also works if a signal interrupted the creation of the lock.
+    """
     import filelock
 
     with contextlib.suppress(filelock.Timeout, OSError):  # Windows removes it when it is released
@@ -254,7 +257,7 @@ _KINDS = {
 
 
 def _find_kind(target: Path) -> str:
-    """Return the kind of file at a path; "" if there is none."""
+    """Return the kind of file at a path, such as `file`, `folder` or `pipe`; "" if there is none."""
     try:
         return _KINDS[stat.S_IFMT(target.stat().st_mode)]
     except (FileNotFoundError, NotADirectoryError):
@@ -299,7 +302,7 @@ def _refuse_inputs(
 def _refuse_taken(
     shown: Path, noun: str, target: Path, option: str, replaces: Replaces | None
 ) -> None:
-    """Refuse a target whose present content must stay."""
+    """Refuse a target whose present content must not be replaced."""
     if target.is_dir() and replaces is None and any(target.iterdir()):
         raise OutputError(
             f"The {noun} folder {shown} is not empty.",
@@ -316,9 +319,9 @@ def _refuse_taken(
 
 @contextmanager
 def _made_beside(target: Path) -> Iterator[Path]:
-    """Yield a temporary path in the folder of a target; remove anything there at the end.
+    """Yield a temporary path in the folder of a target; remove anything still at that path at the end.
 
-    Folders that are missing are made, and removed if nothing is left in them.
+    Missing folders are made, and removed if they are empty at the end.
     """
     missing = list(itertools.takewhile(lambda folder: not folder.exists(), target.parents))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -337,7 +340,7 @@ def _made_beside(target: Path) -> Iterator[Path]:
 
 @functools.cache
 def _name_machine() -> str:
-    """Return a hash of the scope of process ids: the host, and on Linux the container's namespace."""
+    """Return a hash of the host, and on Linux the PID namespace, in which process IDs are unique."""
     with contextlib.suppress(OSError):
         return _hash(socket.gethostname() + os.readlink("/proc/self/ns/pid"))
     return _hash(socket.gethostname())
@@ -348,7 +351,7 @@ def _hash(text: str) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the leftovers of ended processes of this machine."""
+    """Remove temporary files that ended processes of this machine left in a folder."""
     pattern = re.compile(rf"\.stopdown-{_name_machine()}-(\d{{1,9}})-[0-9a-f]{{8}}\.part")
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
@@ -371,7 +374,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _has_ended_on_windows(pid: int) -> bool:
-    """Return whether Windows knows no process of this number, or one that has ended."""
+    """Return whether there is no process with this ID on Windows, or it has ended."""
     import ctypes
 
     kernel: Any = ctypes.WinDLL("kernel32", use_last_error=True)  # type: ignore[attr-defined,unused-ignore]
@@ -385,7 +388,7 @@ def _has_ended_on_windows(pid: int) -> bool:
 
 
 _SYNCHRONIZE, _NO_SUCH_PROCESS = 0x00100000, 87
-"""The right to wait for a process, and what `OpenProcess` says of a number that no process has."""
+"""Windows' access right to wait for a process, and the error of `OpenProcess` for an unused ID."""
 
 
 def discard(part: Path) -> None:
@@ -398,7 +401,11 @@ def discard(part: Path) -> None:
 
 
 def _settle(part: Path, shown: Path, target: Path, option: str, replaces: Replaces | None) -> None:
-    """Rename finished output; if its place is unavailable, use a numbered name and raise with that name."""
+    """Rename finished output to its target.
+
+    Raises:
+        OutputError: the target cannot be replaced; the output has the numbered name in the message.
+    """
     try:
         _refuse_taken(shown, "output", target, option, replaces)
         _rename(part, target)
@@ -413,7 +420,7 @@ def _settle(part: Path, shown: Path, target: Path, option: str, replaces: Replac
 
 
 def _rename(part: Path, target: Path) -> None:
-    """Rename in one step if the system can; a folder with files in it stays until the new one is there."""
+    """Rename atomically if possible; a folder with files is moved aside first and removed later."""
     if not (part.is_dir() and target.is_dir()):
         os.replace(part, target)
     elif not any(target.iterdir()):
@@ -433,7 +440,7 @@ def _rename(part: Path, target: Path) -> None:
 
 
 def _rename_numbered(part: Path, shown: Path, *companions: str) -> Path:
-    """Rename to the first free name, without replacing files that appear at the same moment."""
+    """Rename to the first free name; a file that appears at the same moment is not replaced."""
     while True:
         free = find_free(shown, *companions)
         try:
@@ -470,11 +477,11 @@ _REFUSALS = {
 
 
 _FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""What happens to whoever asked for the right place."""
+"""Errors that are not the fault of the chosen path."""
 
 
 def explain_refusal(target: Path, error: OSError, option: str = "with -o") -> OutputError:
-    """Return an error with cause and remedy for the system's refusal to write an output."""
+    """Convert the operating system's error for an output into one with cause and remedy."""
     known = _REFUSALS.get(error.errno or 0)
     cause, remedy = known or (error.strerror or str(error), "Choose another place with -o.")
     return OutputError(

@@ -1,4 +1,4 @@
-"""The package's own data: TOML files under `knowledge/`, and their rows as checked records."""
+"""Reading of the package's own data: TOML files under `knowledge/`, with rows as validated records."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _Row = TypeVar("_Row")
 
 
 def read_folder(folder: str) -> dict[str, dict[str, Any]]:
-    """Read the tables of each file in a folder of `knowledge/`, by file name, sorted."""
+    """Read each TOML file in a folder of `knowledge/`; return its tables by file name, sorted."""
     names = sorted(entry.name for entry in _find(folder).iterdir())
     return {name: _read(folder, name) for name in names if name.endswith(".toml")}
 
 
 @functools.cache
 def read_rules(name: str) -> dict[str, Any]:
-    """Return the cached tables of a file in `knowledge/rules/`: `versions` for `versions.toml`.
+    """Return the tables of a file in `knowledge/rules/`, such as `versions` for `versions.toml`.
 
-    Callers must not change them.
+    They are cached, so callers must not change them.
     """
     return _read("rules", f"{name}.toml")
 
@@ -38,7 +38,7 @@ def _find(*parts: str) -> Traversable:
 
 
 def read_rows(name: str, table: str, kind: type[_Row]) -> tuple[_Row, ...]:
-    """Read the rows of one table of a file in `knowledge/rules/`, as records."""
+    """Read the rows of one table of a file in `knowledge/rules/`, as records of type `kind`."""
     rows: tuple[_Row, ...] = _parse_table(name, table, cast(Any, kind))
     return rows
 
@@ -49,5 +49,5 @@ def _parse_table(name: str, table: str, kind: Any) -> Any:
 
 
 def parse_rows(rows: Iterable[Any], kind: type[_Row]) -> tuple[_Row, ...]:
-    """Convert the rows of a parsed table to records."""
+    """Convert the rows of a parsed table to records of type `kind`, and validate them."""
     return tuple(msgspec.convert(row, kind) for row in rows)

@@ -1,1 +1,1 @@
-"""Finished frames: read, written, and looked at for faults."""
+"""Reading, writing and fault detection of finished frames and sound."""

@@ -1,7 +1,7 @@
-"""Faults of finished frames that carry no NaN: black, grey, one colour, frozen, noise.
+"""Detection of faults in finished frames without NaN: black, grey, one colour, frozen, noise.
 
-Each detector needs several signs at once, because a false alarm costs more trust than a miss that the
-guard finds elsewhere. `find_frame_faults` lists what is caught and what is not.
+Each detector needs several signs at once, because a false alarm costs more trust than a miss, which the
+guard may detect elsewhere. `find_frame_faults` lists what is caught and what is not.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FrameFault:
-    """What is wrong with finished frames.
+    """A fault of finished frames.
 
     Attributes:
         kind: `black`, `grey`, `flat`, `frozen` or `noise`.
-        frames: indices of the frames, from 0.
-        evidence: what was measured, with the limit.
+        frames: indices of the affected frames, from 0.
+        evidence: the measured values and their limits, as a sentence.
     """
 
     kind: str
@@ -46,10 +46,10 @@ class FrameFault:
 
 
 class FaultMeaning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A table of `knowledge/rules/frames.toml`.
+    """Explanation of a kind of fault: a table of `knowledge/rules/frames.toml`.
 
     Attributes:
-        elsewhere: other classes of failures to the precision to try for each.
+        elsewhere: other causes of failure, each with the precision to try.
     """
 
     fault: str
@@ -79,22 +79,25 @@ def find_frame_faults(frames: Frames | Iterator[Frames]) -> list[FrameFault]:
     - *black*: a frame that is dark (mean at most 16 of 255) and one colour all over: standard
       deviation below 2.5, and no block of 4x4 pixels more than 12 away from the mean.
     - *grey* and *flat*: as uniform as that, in a neutral or another colour.
-    - *frozen*: a clip of several frames in which no block of 4x4 pixels ever changes by more than
-      2 against the first frame (the codec's own changes stay below that).
-    - *noise*: pixels that do not know their neighbours: at 1, 2 and 4 pixels, horizontally and
-      vertically, luma is correlated by less than 0.25, its spread falls as that of white noise
-      does, and its distribution has no tails as those of stars on a night sky.
+    - *frozen*: a clip of several frames in which no block of 4x4 pixels ever differs by more than
+      2 from the first frame (video codecs change less than that).
+    - *noise*: pixels that are independent of their neighbours: at scales of 1, 2 and 4 pixels,
+      horizontally and vertically, luma is correlated by less than 0.25, its standard deviation falls
+      with the scale as that of white noise does, and its distribution has no heavy tails, as that of
+      stars on a night sky has.
 
     **Does not catch**
 
     - a dark scene with any structure, a faint gradient, a black frame with a few stray pixels;
     - a freeze in part of a clip, or two frames that alternate;
     - noise with a grain above one pixel, such as random latents decoded by an autoencoder;
-    - pictures that are wrong in any other way; and a prompt that asks for plain black, one
-      colour, a still picture or television static is reported although it was followed.
+    - pictures that are wrong in any other way.
+
+    A prompt that asks for plain black, one colour, a still picture or television static is reported
+    although the result is right.
 
     Args:
-        frames: `[T, H, W, 3]` uint8, or an iterator over frames, which holds two in memory at a time.
+        frames: `[T, H, W, 3]` uint8, or an iterator over frames, of which two are in memory at a time.
     """
     looks = list(_look_at(frames if isinstance(frames, Iterator) else require_clip(frames)))
     found = [fault for detect in _DETECTORS.values() for fault in detect(looks)]
@@ -106,14 +109,14 @@ def find_frame_faults(frames: Frames | Iterator[Frames]) -> list[FrameFault]:
 
 @dataclass(frozen=True)
 class _Look:
-    """What is measured in one frame.
+    """Measurements of one frame, with values from 0 to 255.
 
     Attributes:
-        colour: mean of its channels, when it is one colour all over.
-        spread: the largest standard deviation of these.
-        noise: the largest correlation of neighbouring pixels, when it is noise.
-        change: how far a block of 4x4 pixels is from that of the first frame, the largest until here;
-            measured until it is above `_STILL`.
+        colour: mean of each channel of a uniform frame; () for any other frame.
+        spread: largest standard deviation of a channel of a uniform frame.
+        noise: largest correlation of neighbouring pixels of a noise frame; None for any other frame.
+        change: largest difference of a 4x4 block from the first frame, up to this frame; not updated
+            once it is above `_STILL`.
     """
 
     colour: tuple[float, ...]
@@ -142,11 +145,11 @@ def _look_at(frames: Iterable[Frames]) -> Iterator[_Look]:
 
 
 def find_frame_findings(frames: Frames, name: str) -> tuple[Finding, ...]:
-    """Return the faults from `find_frame_faults` as records' findings: `black-frames`, `frozen-frames`…
+    """Return the faults from `find_frame_faults` as findings of a record: `black-frames`, `frozen-frames`…
 
     Args:
         frames: `[T, H, W, 3]` uint8.
-        name: of the frames in the findings: `output`.
+        name: name of the frames in the findings, such as `output`.
     """
     return tuple(
         Finding(f"{fault.kind}-frames", name, fault.evidence, fault.remedy)
@@ -155,7 +158,7 @@ def find_frame_findings(frames: Frames, name: str) -> tuple[Finding, ...]:
 
 
 def _shrink(picture: np.ndarray[Any, Any], factor: int) -> np.ndarray[Any, Any]:
-    """Return the means of blocks of `factor` x `factor` pixels; a picture smaller than two is unchanged."""
+    """Return the means of `factor` x `factor` blocks, in fp32; pictures under two blocks are unchanged."""
     import numpy as np
 
     height, width = (size // factor * factor for size in picture.shape[:2])
@@ -167,7 +170,7 @@ def _shrink(picture: np.ndarray[Any, Any], factor: int) -> np.ndarray[Any, Any]:
 
 
 def _measure_colour(frame: Frames) -> tuple[tuple[float, ...], float]:
-    """Measure the colour and spread of a uniform frame; () for any other frame."""
+    """Measure a uniform frame's mean and largest standard deviation of channels; ((), 0) if not uniform."""
     # A quarter of the rows and columns holds 1/16 of the pixels: when its standard deviation is 4
     # times the limit, that of the frame is above the limit.
     if frame[::4, ::4].std(axis=(0, 1)).max() >= 4 * _SPREAD:
@@ -222,10 +225,9 @@ _TAILS = 5.0  # kurtosis: 1.8 for uniform, 3 for normal noise, hundreds for star
 
 
 def _measure_noise(frame: Frames) -> float | None:
-    """Measure the largest neighbour correlation of a white-noise frame; None for a picture.
+    """Measure the largest correlation of neighbouring pixels of a white-noise frame; None for a picture.
 
-    Luma is tested, because the chroma of video is smoothed by its subsampling; of a large frame
-    the middle 256x256 pixels.
+    The luma of the central 256x256 pixels is tested. Chroma is not, as subsampling in videos smooths it.
     """
     import numpy as np
 

@@ -1,10 +1,9 @@
-"""Pictures and clips, read and written as files.
+"""Reading and writing of pictures and clips.
 
-A clip is a uint8 array `[T, H, W, 3]` of red, green and blue; a picture is `[H, W, 3]`. Clips are
-written as H.264 in mp4 or VP9 in webm (yuv420p, BT.709), as gif, as one png, jpg or webp, or as a folder of
-png files; sound as the track of a mp4 or webm, or as a file of its own (`frames.sound`). A file is written
-beside its place under a temporary name and renamed when it is whole, so that
-a full disk or Ctrl-C leaves nothing half-written.
+A clip is an RGB uint8 array `[T, H, W, 3]`, a picture `[H, W, 3]`. Clips are written as H.264 in mp4 or VP9
+in webm (yuv420p, BT.709), as gif, as one png, jpg or webp, or as a folder of png files. Sound is written as
+the track of an mp4 or webm, or as a separate file (`frames.sound`). Each file is written under a temporary
+name and renamed when it is complete, so that a full disk or Ctrl-C leaves nothing half-written.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ if TYPE_CHECKING:
     Frames = np.ndarray[Any, np.dtype[np.uint8]]
 
 FOLDER = "folder"
-"""The format of an output that is a folder of png files."""
+"""Name of the format that is a folder of png files."""
 
 
 def choose_format(path: str | os.PathLike[str], frames: int | None) -> str:
-    """Choose the format for an output path: a suffix without its point, or `folder`.
+    """Choose the format for an output path: a suffix without its dot, or `folder`.
 
-    A path that ends in a slash, has no suffix, or is a folder already, is a folder of png files.
+    It is a folder of png files if the path ends in a slash, has no suffix, or is an existing folder.
 
     Args:
         path: the output path as it was typed.
-        frames: that are written; 0 for sound alone, None if that is not known yet.
+        frames: number of frames to write; 0 for sound alone, None if it is not known yet.
     """
     refuse_nameless(path)
     text, stem = os.fspath(path), Path(path).with_suffix("")
@@ -91,11 +90,11 @@ def check_output(
 ) -> str:
     """Check that an output can be written to a path now, and return its format.
 
-    Called before a long run. It makes a small file beside the output and removes it again.
+    Called before a long run. It writes a small file beside the output and removes it again.
 
     Args:
         frames: as for `choose_format`.
-        force: whether a file that is there is replaced, and not refused.
+        force: whether an existing file may be replaced.
         inputs: files that the run reads, which the output must not replace.
     """
     chosen = choose_format(path, frames)
@@ -111,19 +110,19 @@ def write_media(
     sound: Sound | None = None,
     numbered: bool = False,
 ) -> Path:
-    """Write a clip or sound in the format of the path, whole or not at all.
+    """Write a clip or sound in the format of the path, atomically.
 
-    A file that is there is replaced; a folder has to be new or empty.
+    An existing file is replaced; a folder must be new or empty.
 
     Args:
         path: a .mp4, .webm, .gif, .png, .jpg, .webp, .wav or .flac file, or a folder (see
             `choose_format`).
         frames: `[T, H, W, 3]` uint8; None for sound alone.
-        fps: frames per second, above 0; png files and folders do not keep it. A gif counts in
+        fps: frames per second, above 0; png files and folders do not store it. A gif counts in
             hundredths of a second and shows at most 50 frames per second.
-        sound: that belongs to the frames: the track of a mp4 or webm, and `sound.wav` in a folder. Other
-            formats leave it out.
-        numbered: replace nothing: take the first free name instead, with one for its record.
+        sound: sound of the clip: the track of an mp4 or webm, and `sound.wav` in a folder. Other formats
+            leave it out.
+        numbered: if the file or its record exists, use the first free numbered name instead.
 
     Returns:
         The path written.
@@ -131,7 +130,7 @@ def write_media(
     Raises:
         OptionError: the suffix is unknown, is that of a picture for several frames, or does not suit the
             content.
-        OutputError: the operating system refused to write; the message says why.
+        OutputError: the operating system refused to write, with the reason.
     """
     target = Path(path)
     chosen = choose_format(path, 0 if frames is None else len(require_clip(frames)))
@@ -155,14 +154,16 @@ _CODECS = {
     "mp4": ("libx264", {"crf": "16"}, {"movflags": "+faststart"}),
     "webm": ("libvpx-vp9", {"crf": "12", "b": "0", "row-mt": "1"}, {}),
 }
-"""Container to codec and the options of both, at a quality where what the codec loses stays below what half
-precision changes."""
+"""Codec of each container, with the options of the codec and the container.
+
+At this quality the codec loses less than half precision changes.
+"""
 
 
 def _write_video(
     part: Path, frames: Frames, fps: float, sound: Sound | None, *, container: str
 ) -> None:
-    """Write a video; pad an odd height or width by its last row or column, as yuv420p needs even sizes."""
+    """Write a video; repeat the last row or column of an odd side, as yuv420p needs even sizes."""
     require_package("av", "cli", "Writing a video")
     import av
     import numpy as np
@@ -232,7 +233,7 @@ def _write_gif(part: Path, frames: Frames, fps: float, sound: Sound | None) -> N
 
 
 def _make_palette(frames: Frames) -> tuple[Image.Image, bool]:
-    """Make a palette of 256 colours for all frames, and return whether it holds every colour exactly."""
+    """Make a palette of 256 colours for all frames; also return whether it has every colour exactly."""
     import numpy as np
     from PIL import Image
 
@@ -248,7 +249,7 @@ def _make_palette(frames: Frames) -> tuple[Image.Image, bool]:
 
 
 def _gif_durations(count: int, fps: float) -> list[int]:
-    """Return the milliseconds of each frame, in whole hundredths of a second whose sum keeps the speed."""
+    """Return each frame's milliseconds, as multiples of 10 that on average keep the frame rate."""
     ends = [round(100 * (index + 1) / fps) for index in range(count)]
     steps = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     return [10 * max(2, step) for step in steps]
@@ -279,7 +280,7 @@ def _write_folder(part: Path, frames: Frames, fps: float, sound: Sound | None) -
 
 VIDEOS = (".mp4", ".webm", ".gif")
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
-"""Suffixes of files of several frames, and of one."""
+"""Suffixes of files with one frame; `VIDEOS` has those with several."""
 
 WRITERS: dict[str, Callable[..., None]] = {
     ".mp4": functools.partial(_write_video, container="mp4"),
@@ -291,17 +292,20 @@ WRITERS: dict[str, Callable[..., None]] = {
     ".webp": functools.partial(_write_picture, kind="WEBP"),
 }
 SUFFIXES = (*WRITERS, *SOUNDS)
-"""Of the files that can be written."""
+"""Suffixes of all files that can be written."""
 
 
 def to_uint8(frames: np.ndarray[Any, Any]) -> Frames:
-    """Convert frames to pixels, rounded to nearest; values outside 0 to 1 are clamped.
+    """Convert frames to 8 bits, rounded to nearest; values outside 0 to 1 are clamped.
 
     Args:
         frames: `[T, H, W, 3]` floating, 0 (black) to 1 (white).
 
     Returns:
-        `[T, H, W, 3]` uint8.
+        The frames as `[T, H, W, 3]` uint8.
+
+    Raises:
+        NonFiniteError: a value is NaN or Inf.
     """
     import numpy as np
 
@@ -341,23 +345,23 @@ def draw_preview(frames: Frames) -> str:
 
 
 LARGEST_PICTURE = 2**26
-"""Pixels of a picture or frame that are read; one of 8K video has 33 million."""
+"""Maximum number of pixels in a picture or frame that is read; one of 8K video has 33 million."""
 
 MOST_CLIP_BYTES = 2**32
-"""Bytes of the frames that are read from one clip: 690 frames of 1920x1080."""
+"""Maximum bytes of frames that are read from one clip: 690 frames of 1920x1080."""
 
 _PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "AVIF")
-"""Those that Pillow decodes by itself: for EPS, for example, it starts a program."""
+"""Formats that Pillow decodes by itself; for others, such as EPS, it starts a program."""
 
 _VIDEO_FORMATS = (
     "mov,matroska,avi,gif,flv,ogg,mpegts,mpeg,asf,m4v,h264,hevc,apng,"
     "png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe"
 )
-"""Those that hold their frames: of playlists, FFmpeg would open the files that they name."""
+"""FFmpeg formats that contain their frames; for playlists, FFmpeg would open the files listed in them."""
 
 
 def read_image(path: str | os.PathLike[str]) -> Frames:
-    """Read a picture as `[H, W, 3]` uint8, rotated by its EXIF data, on a white background."""
+    """Read a picture as `[H, W, 3]` uint8, rotated by its EXIF data, with transparency on white."""
     import numpy as np
     from PIL import Image, ImageOps
 
@@ -402,9 +406,10 @@ def read_video(path: str | os.PathLike[str], limit: int | None = None) -> Frames
 
     Args:
         path: a video file, a gif, a picture (one frame), or a folder of png files.
+        limit: maximum number of frames to read; None for all.
 
     Raises:
-        InputError: the file is missing, holds no video, is damaged, or has more than
+        InputError: the file is missing, contains no video, is damaged, or has more than
             `MOST_CLIP_BYTES` of frames.
     """
     import numpy as np
@@ -426,7 +431,7 @@ def iterate_frames(path: str | os.PathLike[str], limit: int | None = None) -> It
     """Yield the frames of a clip as they are read, `[H, W, 3]` uint8: at least one, all of one size.
 
     Args:
-        path, limit: as for `read_video`.
+        path, limit: see `read_video`.
     """
     source = Path(path)
     found = _iterate_folder(source) if source.is_dir() else _decode(_require_file(path))

@@ -1,6 +1,6 @@
-"""Sound, read and written as files: wav and flac, and the track of a video.
+"""Reading and writing of sound: wav and flac files, and the tracks of videos.
 
-A sound is float32 `[channels, samples]`, where 1 is full scale; files hold 16 bits.
+A sound is a float32 array `[channels, samples]`, with full scale at 1. Files store 16 bits per sample.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     Samples = np.ndarray[Any, np.dtype[np.float32]]
 
 SOUNDS = (".wav", ".flac")
-"""Suffixes of files of sound alone that are written."""
+"""Suffixes of sound files that can be written."""
 
 TRACKS = (".mp4", ".webm")
-"""Suffixes of files whose frames can have a track of sound."""
+"""Suffixes of video files that can have a sound track."""
 
 _CODECS = {
     "wav": ("pcm_s16le", "s16"),
@@ -31,26 +31,26 @@ _CODECS = {
     "mp4": ("aac", "fltp"),
     "webm": ("libopus", "flt"),
 }
-"""Container to codec and the samples that it takes."""
+"""Codec and FFmpeg sample format of each container."""
 
 _RATES = {
     "aac": (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 88200, 96000),
     "libopus": (8000, 12000, 16000, 24000, 48000),
 }
-"""Samples per second that a codec takes; others are resampled to the next above."""
+"""Sample rates that a codec supports; others are resampled to the next higher one."""
 
 _LAYOUTS = {1: "mono", 2: "stereo"}
 
 MOST_SAMPLES = 2**28
-"""Of a file that is read: 46 minutes of stereo at 48000 Hz."""
+"""Maximum number of samples that are read from a file: 46 minutes of stereo at 48000 Hz."""
 
 
 @dataclass(frozen=True)
 class Sound:
-    """Finite samples.
+    """Sound with finite samples.
 
     Attributes:
-        samples: `[channels, samples]` float32; a file holds what is within -1 to 1.
+        samples: `[channels, samples]` float32; written files are clipped to -1 to 1.
         rate: samples per second.
     """
 
@@ -69,10 +69,15 @@ class Sound:
 
 
 def to_sound(values: np.ndarray[Any, Any], rate: int) -> Sound:
-    """Return samples as a sound after checking that they are finite.
+    """Convert samples to a `Sound`.
 
     Args:
         values: `[samples]`, `[channels, samples]` or `[1, channels, samples]` floating.
+        rate: samples per second.
+
+    Raises:
+        InputError: there are more than two channels.
+        NonFiniteError: a sample is NaN or Inf.
     """
     import numpy as np
 
@@ -95,10 +100,10 @@ def to_sound(values: np.ndarray[Any, Any], rate: int) -> Sound:
 
 
 def write_sound(part: Path, sound: Sound, kind: str) -> None:
-    """Write a file of sound alone.
+    """Write a sound file.
 
     Args:
-        part: the path written, with any suffix.
+        part: path to write, with any suffix.
         kind: `wav` or `flac`.
     """
     require_package("av", "cli", "Writing sound")
@@ -112,7 +117,11 @@ def write_sound(part: Path, sound: Sound, kind: str) -> None:
 def add_track(container: Any, sound: Sound, kind: str) -> Any:
     """Add a sound track to an open media file; return a function that encodes it.
 
-    Every stream has to be added before a packet of one is written.
+    The two are separate because all streams must be added before a packet of any is written.
+
+    Args:
+        container: PyAV container that is open for writing.
+        kind: key of the codec: `wav`, `flac`, `mp4` or `webm`.
     """
     codec, form = _CODECS[kind]
     rate = next((x for x in _RATES.get(codec, ()) if x >= sound.rate), None)
@@ -129,7 +138,7 @@ def add_track(container: Any, sound: Sound, kind: str) -> Any:
 
 
 def _cut(sound: Sound, form: str, rate: int) -> Iterator[Any]:
-    """Yield the samples as frames of a second each, in a codec's sample format and rate."""
+    """Yield the samples as PyAV frames of about a second each, in a codec's sample format and rate."""
     import av
     import numpy as np
 
@@ -149,10 +158,10 @@ def _cut(sound: Sound, form: str, rate: int) -> Iterator[Any]:
 
 
 def read_sound(path: str | os.PathLike[str]) -> Sound:
-    """Read the sound of a file, or the track of a video.
+    """Read a sound file, or the sound track of a video.
 
     Raises:
-        InputError: the file is missing, holds no sound, is damaged, or has more than `MOST_SAMPLES`.
+        InputError: the file is missing, contains no sound, is damaged, or has more than `MOST_SAMPLES`.
     """
     require_package("av", "cli", "Reading sound")
     import av
@@ -187,11 +196,11 @@ def read_sound(path: str | os.PathLike[str]) -> Sound:
 
 
 _FORMATS = "wav,flac,mp3,ogg,aac,aiff,mov,matroska,avi,mpegts,mpeg"
-"""Those that hold their samples: of playlists, FFmpeg would open the files that they name."""
+"""FFmpeg formats that contain their samples; for playlists, FFmpeg would open the files listed in them."""
 
 
 def draw_wave(sound: Sound, height: int = 72, width: int = 288) -> np.ndarray[Any, Any]:
-    """Draw the loudness of a sound over time, `[1, H, W, 3]` uint8."""
+    """Draw the loudness of a sound over time as one picture, `[1, height, width, 3]` uint8."""
     import numpy as np
 
     loudest = np.abs(sound.samples).max(axis=0, initial=0.0)

@@ -1,7 +1,7 @@
-"""Faults of finished sound that carry no NaN: silence, clipping, noise.
+"""Detection of faults in finished sound without NaN: silence, clipping, noise.
 
 As in `frame_faults`, each detector needs several signs at once. `find_sound_faults` lists what is caught
-and what is not. A NaN is refused before, by `sound.to_sound`.
+and what is not. `sound.to_sound` has already refused NaN.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from stopdown.records import Finding
 
 @dataclass(frozen=True)
 class SoundFault:
-    """What is wrong with finished sound.
+    """A fault of finished sound.
 
     Attributes:
         kind: `silent`, `clipped` or `noise`.
-        evidence: what was measured, with the limit.
+        evidence: the measured values and their limits, as a sentence.
     """
 
     kind: str
@@ -63,24 +63,25 @@ def find_sound_faults(sound: Sound) -> list[SoundFault]:
 
     - *silent*: no sample is further than 0.001 of full scale (-60 dB) from its channel's mean.
     - *clipped*: more than 0.1 % of the samples are in runs of three or more at full scale.
-    - *noise*: white noise: its 16 bands from zero to half the rate differ by less than 6 dB, it is equally
-      loud from beginning to end, and it has no peaks as speech and music have.
+    - *noise*: white noise: its 16 frequency bands up to half the sample rate differ by less than 6 dB, it
+      is equally loud throughout, and it lacks the peaks that speech and music have.
 
     **Does not catch**
 
     - one silent channel, gaps, clicks; clipping below full scale;
-    - noise that a decoder has coloured, such as random latents that were decoded;
-    - sound that is wrong in any other way; and a prompt that asks for silence, for distortion or for the
-      static of a radio is reported although it was followed.
+    - noise that a decoder has coloured, such as decoded random latents;
+    - sound that is wrong in any other way.
+
+    A prompt that asks for silence, distortion or radio static is reported although the result is right.
     """
     return [fault for detect in _DETECTORS.values() if (fault := detect(sound)) is not None]
 
 
 def find_sound_findings(sound: Sound, name: str) -> tuple[Finding, ...]:
-    """Return the faults from `find_sound_faults` as records' findings: `silent-sound`, `clipped-sound`…
+    """Return the faults from `find_sound_faults` as findings of a record: `silent-sound`, `clipped-sound`…
 
     Args:
-        name: of the sound in the findings: `output`.
+        name: name of the sound in the findings, such as `output`.
     """
     return tuple(
         Finding(f"{fault.kind}-sound", name, fault.evidence, fault.remedy)
@@ -149,7 +150,11 @@ def _detect_noise(sound: Sound) -> SoundFault | None:
 
 
 def _compare_bands(mono: Any) -> float:
-    """Return the ratio of the strongest to the weakest power of 16 bands."""
+    """Return the ratio of the strongest to the weakest of 16 frequency bands, in power.
+
+    Args:
+        mono: `[samples]`.
+    """
     import numpy as np
 
     length = 512

@@ -1,1 +1,1 @@
-"""Records as pages and as text: one HTML file that needs nothing else, and tables for a terminal."""
+"""Rendering of records as self-contained HTML pages."""

@@ -1,6 +1,6 @@
-"""The figures of a page as numbers: lines over steps, maps of headroom.
+"""Coordinates of the figures on a page: lines of errors over steps, and heat maps of headroom.
 
-The page's templates draw them as SVG with its own colours; nothing is drawn by a library at the reader's.
+The page's templates draw them as SVG, so that the reader's browser needs no plotting library.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ def format_seconds(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """One precision's error over the steps.
+    """Line of one precision's error over the steps, in SVG units.
 
     Attributes:
-        values: median over prompts after each step; None where it was not finite.
-        path: of an SVG, "" without a point.
-        end: where the line ends, in the picture's units.
-        lost: where its first value was not finite; None when all were.
-        label_y: where the label stands, so that labels do not lie on each other.
+        colour: index of the precision's colour.
+        values: median of the error over prompts after each step; None if it was not finite.
+        path: path data of the SVG; "" without a point.
+        end: position of the line's end.
+        lost: position of the first value that was not finite; None if all were.
+        label_y: vertical position of the label, moved so that labels do not overlap.
     """
 
     name: str
@@ -54,7 +55,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture with a logarithmic axis of errors over steps."""
+    """Chart of errors over steps, with a logarithmic axis.
+
+    Attributes:
+        low, high: decimal exponents at the ends of the error axis.
+        count: number of steps.
+    """
 
     low: int
     high: int
@@ -69,7 +75,7 @@ class Chart:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the chart is drawn; with two steps or fewer, its points are shown as numbers."""
+        """Whether the chart is drawn; with two steps or fewer, the page shows numbers instead."""
         return self.count > 2
 
     def place_x(self, step: int) -> float:
@@ -77,13 +83,13 @@ class Chart:
         return round(self.left + share * (self.right - self.left), 1)
 
     def place_y(self, error: float) -> float:
-        """Return the vertical position of an error; errors below the axis are placed at its end."""
+        """Return the vertical position of an error; errors below the axis are placed at its lower end."""
         share = (math.log10(error) - self.low) / (self.high - self.low) if error else 0.0
         return round(self.bottom - max(share, 0.0) * (self.bottom - self.top), 1)
 
 
 def draw_growth(comparison: Comparison) -> Chart | None:
-    """Draw the error of the latents over the steps, as the median over prompts; None if there is none."""
+    """Lay out a chart of each precision's latent error over the steps; None without errors to show."""
     names = [variant.name for variant in comparison.variants]
     series = {name: _collect_growth(comparison, name) for name in names}
     series = {k: values for k, values in series.items() if values and k != comparison.reference}
@@ -118,7 +124,7 @@ def _draw_line(chart: Chart, name: str, colour: int, values: tuple[float | None,
 
 
 def _spread_labels(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """Move the labels at least 14 units apart, in the order of their lines."""
+    """Move labels down until they are at least 14 units apart, in the order of their lines' ends."""
     moved, last = [], -math.inf
     for line in sorted(lines, key=lambda line: line.end[1]):
         last = max(line.end[1], last + 14)
@@ -134,7 +140,7 @@ BINS: tuple[tuple[str, str, float], ...] = (
     ("fine", "4 to 8 bits", 8.0),
     ("far", "more than 8 bits", math.inf),
 )
-"""Class, label, and the bits up to which it goes."""
+"""Colour classes of headroom: name, label, and upper limit in bits."""
 
 
 def choose_bin(bits: float) -> str:
@@ -145,17 +151,18 @@ def choose_bin(bits: float) -> str:
 
 
 MOST_SHOWN = 10
-"""Blocks of a component that are shown at once, the tightest first; all others are folded."""
+"""Number of blocks with the least headroom that a page shows; all others are collapsed."""
 
 Bits = Mapping[str, Sequence[float | None]]
-"""Module path to the headroom of each step; None where it was not called."""
+"""Maps a module path to its headroom in each step, in bits; None if it was not called."""
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Headroom of one component by block and step, under every precision side by side.
+    """Headroom of one component by block and step, for each precision.
 
     Attributes:
+        heats: headroom of the blocks, by precision.
         rows: module paths in the order of the rows; empty for the order of the blocks.
     """
 
@@ -191,12 +198,12 @@ class HeatMap:
 
     @property
     def size(self) -> int:
-        """Width of a square in the picture's units."""
+        """Width of one step's square, in SVG units."""
         return 26 if self.steps == 1 else max(4, min(14, 240 // self.steps))
 
 
 def describe_least_headroom(heat: Bits) -> str:
-    """Describe the least headroom of a map and its place; "" if the map is empty."""
+    """Describe the least headroom of a map and its block, `4.1 bits at blocks.3`; "" if there is none."""
     known = [(x, path) for path, row in heat.items() for x in row if x is not None]
     least = min(known, key=lambda found: found[0], default=None)
     return "" if least is None else f"{format_bits(least[0])} at {least[1]}"
@@ -213,7 +220,7 @@ def draw_maps(comparison: Comparison) -> list[HeatMap]:
 
 
 def draw_run_maps(maxima: Sequence[BlockMaximum]) -> list[HeatMap]:
-    """Return heat maps of one run's headroom by block and step, in the formats that the blocks returned."""
+    """Return heat maps of one run's headroom by block and step, each labelled with its blocks' formats."""
     maps = []
     for component in dict.fromkeys(entry.component for entry in maxima):
         own = [entry for entry in maxima if entry.component == component]

@@ -1,4 +1,4 @@
-"""A record as one HTML file that needs no network, and opens on anything with a browser."""
+"""Rendering of records into HTML pages that are one file each and need no network."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STAGES = ("encode", "denoise", "decode", "all")
 
 _KINDS = ("comparison", "run")
 _MOST_BYTES = 2**28
-"""A comparison holds its pictures, of 30 MB in all, and the numbers of every call."""
+"""Size limit of a record; a comparison has 30 MB of pictures, and numbers for every call."""
 
 
 def read_any(path: Path) -> Comparison | RunRecord:
@@ -126,7 +126,7 @@ def render_run(record: RunRecord, media: tuple[str, str] | None = None) -> str:
     """Render one run of `generate` as an HTML page.
 
     Args:
-        media: type and base64 of its output, such as `("video/mp4", "AAAA…")`; None leaves it out.
+        media: media type and base64 of its output, such as `("video/mp4", "AAAA…")`; None to leave it out.
     """
     whole = sum(record.stages_s.values()) or 1.0
     return _read_template("run.html").render(
@@ -194,7 +194,7 @@ def _summarise(variant: Variant, comparison: Comparison) -> dict[str, Any]:
 
 
 def _describe_cell(cell: Cell) -> dict[str, Any]:
-    """Return the values of a cell for the page's player."""
+    """Return the data of a cell (one prompt in one precision) for the page's image and video player."""
     measures = cell.measures
     said = "" if measures is None else f"{format_number(measures.psnr_db, 1)} dB"
     if measures is not None and measures.identical:
@@ -210,7 +210,10 @@ def _describe_cell(cell: Cell) -> dict[str, Any]:
 
 
 def _list_partings(comparison: Comparison) -> list[dict[str, Any]]:
-    """Return the first divergence and the error by component of each precision except the reference."""
+    """List precisions with their first divergence, median error by component, and faulty modules.
+
+    Precisions without any measured call or divergence, such as the reference, are left out.
+    """
     found = []
     for variant in comparison.variants:
         cells = pick_cells(comparison.rows, variant.name)
@@ -244,13 +247,13 @@ def _list_facts(machine: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def check_page(output: Path, *, force: bool = True) -> None:
-    """Refuse a page that cannot be written, before hours of computation."""
+    """Refuse a path to which no page can be written, before hours of computation."""
     check_suffix(output, ".html", ".htm", expected="A report is one HTML file.")
     check_target(output, replaces=describe_no_page, force=force)
 
 
 def describe_no_page(path: Path) -> str:
-    """Describe the contents of a file that a page must not replace; "" for a page of Stopdown."""
+    """Describe a file that a page must not replace; "" if it is empty or a page of Stopdown."""
     with path.open("rb") as file:
         head = file.read(4096)
     return "" if _GENERATOR in head or not head else "a file that is no page of Stopdown"
@@ -260,8 +263,8 @@ def write_page(path: Path, text: str, *companions: str, numbered: bool) -> Path:
     """Write a page, and return its path.
 
     Args:
-        companions: as for `write_numbered`.
-        numbered: replace nothing: take the first free name instead.
+        companions: suffixes of files beside the page whose names must be free, as for `write_numbered`.
+        numbered: if the file exists, use the first free numbered name instead of replacing it.
     """
     content = text.encode(errors="replace")
     if numbered:
