@@ -475,7 +475,7 @@ def follows(pair: Sequence[int], found: float) -> bool:
 
 
 def write_number(number: float) -> list[int]:
-    """Return an integer mantissa and an exponent of 2, whose product slightly exceeds the given number.
+    """Return an integer mantissa and a power-of-two exponent of a number slightly above the given one.
 
     It is less than TOLERANCE times the given number.
     """

@@ -230,7 +230,7 @@ def _is_certain(limit: Limit, exponent: int) -> bool:
     largest = seen.amax if limit.weight else seen.largest
     if not largest <= FP16.largest * 2.0**-exponent:
         return False
-    is_bias = limit.weight > 0 and limit.place.endswith("bias")  # rounds as what it is added to
+    is_bias = limit.weight > 0 and limit.place.endswith("bias")  # it rounds like its sum
     keeps = is_bias or limit.place.rpartition("(")[2].rstrip(")") in list_with("unrounded")
     return keeps or not 0 < largest * 2.0**exponent < seen.least_stored
 

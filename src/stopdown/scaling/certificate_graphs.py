@@ -299,7 +299,7 @@ class _Exporter:
         """Compute the value of a node that depends on constants alone; return None for other nodes."""
         if node not in self._folded:
             self._folded[node] = None
-            with contextlib.suppress(Exception):  # any operation: what fails is no constant
+            with contextlib.suppress(Exception):  # a failing operation is no constant
                 self._folded[node] = self._compute(node)
         return self._folded[node]
 
@@ -643,7 +643,7 @@ class _Exporter:
             return {"rule": "spread", "from": [name]}
         return {"rule": "same", "function": "cast", "from": [name]}
 
-    # what reads weights
+    # rules that read weights
 
     def _weigh(self, given: Mapping[str, Any], *keys: str) -> dict[str, Any]:
         """Return the names of stored tensors among the arguments, and the rows of them that are used."""

@@ -111,7 +111,7 @@ def rescale_(
             for call, own, named in given:
                 explain_call("rescale_", partial(call, *own, **named), error)
             raise
-        finally:  # no call was made, as far as the module knows
+        finally:  # restore the module's state from before the calls
             kept.restore(kept.list_changes())
     folds = Patches()
     watch_calls(module, scaling, partial(_fold, module, scaling), folds, _WATCH, casts=False)

@@ -254,7 +254,7 @@ def _move_most(
         scaled = (part / norms[:, None] / lengths).float().to(device)
         steps = (coefficients / longest).float().T.to(device)
         pieces = scaled.split(ROWS_AT_ONCE)
-        held = steps.new_empty(len(pieces[0]), steps.shape[1])  # a fresh one each time costs more
+        held = steps.new_empty(len(pieces[0]), steps.shape[1])  # allocating each time is slower
         largest = [torch.mm(x, steps, out=held[: len(x)]).abs_().amax(1) for x in pieces]
         most = torch.cat(largest).cpu().double() + 2 * products.plain_error
         moved.append(most * norms * longest)

@@ -90,7 +90,7 @@ def _choose_rule(node: Node, values: list[Interval]) -> Rule | None:
     if has_trait(node, "rearranges"):
         return _move
     kind = kind_of(operation(node))
-    if is_float(node):  # whole numbers stay so: they may be positions that something is read from
+    if is_float(node):  # keep integers: they may be indices
         if find_slope(node) is not None:
             return _apply_smooth
         if kind in _RULES:
@@ -141,7 +141,7 @@ def _does_in_fp32(node: Node) -> bool:
         return True
     numbers = [x for x in arguments(node).values() if isinstance(x, (int, float))]
     exact = all(float(torch.tensor(x, dtype=torch.float32)) == x for x in numbers)
-    held = node.meta.get("val")  # a random seed that a kernel returns has none
+    held = node.meta.get("val")  # a kernel's random seed has none
     once = is_kind(node, "add", "subtract", "multiply") and exact
     return once and isinstance(held, torch.Tensor) and held.dtype in ROUNDING
 
@@ -163,7 +163,7 @@ def _wrap(values: Mapping[Node, Interval], center: Any, radius: Any) -> Any:
 def _move(node: Node, values: Mapping[Node, Interval]) -> Any:
     floats = {n: x for n, x in values.items() if x.center.is_floating_point()}
     center = _run(node, values)
-    if len(floats) < len(values):  # indices, masks: exact themselves
+    if len(floats) < len(values):  # the others are indices or masks, which are exact
         if any(bool(x.radius.any()) for x in floats.values()):
             return None
         return _known(node, values, center)
@@ -296,16 +296,16 @@ def _apply_linear(node: Node, value: Any, known: KnownValues) -> Any:
     if not isinstance(value, Interval) or weight is None or not isinstance(given["input"], Node):
         return None
     bias = known.load(given["bias"]) if isinstance(given.get("bias"), Node) else None
-    if any(find_slope(x) is not None for x in node.users):  # so its exponent is 0, or close to it
+    if any(find_slope(x) is not None for x in node.users):  # its exponent will be close to 0
         known.narrow_floor(given["weight"])
     few = find_repeated(value.center)
-    flat = few.reshape(-1, few.shape[-1])  # one product, not one for each timestep
+    flat = few.reshape(-1, few.shape[-1])  # one product for all timesteps
     is_small = weight.numel() <= SMALL_WEIGHT
     wide = torch.float64 if is_small else torch.promote_types(weight.dtype, torch.float32)
-    factor = (weight.cpu() if is_small else weight).to(wide)  # float64 is the host's
+    factor = (weight.cpu() if is_small else weight).to(wide)  # float64 runs on the host
     center = multiply_matrices(flat.to(factor.device, wide), factor).cpu()
     if not math.isfinite(float(center.sum().float())):
-        return None  # fp32 ends sooner than float64
+        return None  # fp32 may overflow here
     center = (center if bias is None else center.add_(bias.to(wide))).reshape(*few.shape[:-1], -1)
     made = _bound_errors(node, value, weight, bias, known.floor(given["weight"]))
     center = center.expand(*value.center.shape[:-1], -1)
@@ -333,7 +333,7 @@ def _bound_errors(
     sums, carried = (x.T.reshape(shape) for x in found.magnitudes.chunk(2, dim=1))
     size = torch.zeros(1).double() if bias is None else bias.double().abs()
     held = rounding == ROUNDING[torch.float16] and is_exact_in_fp16(weight)
-    products = 1 if weight.numel() <= SMALL_WEIGHT else 2  # the model's in fp32, and ours
+    products = 1 if weight.numel() <= SMALL_WEIGHT else 2  # the model's fp32 product, and this one
     own = ((0.0 if held else rounding) + products * found.plain_error) * sums
     own = own + (rounding + 2.0**-23) * size
     own = own + found.slack * largest.sum(1).reshape(*before, 1)

@@ -278,7 +278,7 @@ def _word_input(
     if placeholder in stated.fixed:
         return [f"{name} as measured"]
     size = stated.largest.get(placeholder)
-    if size is not None and "mask" not in name:  # zeros and ones: no remark is needed
+    if size is not None and "mask" not in name:  # masks are 0 or 1
         largest[name] = max(largest.get(name, 0.0), size)
     return []
 

@@ -67,7 +67,7 @@ class Interval:
         parts = drop_repeated(center).unflatten(-1, (-1, terms))
         squares = torch.linalg.vector_norm(parts, dim=-1).double().square().sum(-1, keepdim=True)
         typical = float(squares.mean() / shape[-1]) ** 0.5
-        if center.dtype == torch.float32:  # what its sums lose, and squares too small for it
+        if center.dtype == torch.float32:  # errors of its sums, and underflow
             squares = squares * (1 + (terms + 8) * 2.0**-23) + shape[-1] * 2.0**-126
         norms = (squares.amax(0) if self.batched else squares).sqrt()
         return norms.expand(*shape[:-1], 1), typical

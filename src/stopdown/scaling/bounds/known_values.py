@@ -150,7 +150,7 @@ class KnownValues:
         if name is None:
             return self._load_part(node)
         if self._last is None or self._last[0] != name:
-            self._last = None  # let the one before go first
+            self._last = None  # free the previous one first
             self._last = (name, self._load(name).detach())
         if node.name not in self.found.ranges:
             self._measure_parameter(node, self._last[1])
@@ -215,7 +215,7 @@ class KnownValues:
         tensor = self.load(node)
         if tensor is None or not tensor.is_floating_point():
             return None
-        tensor = tensor.cpu()  # of a linear's weight only products are asked for
+        tensor = tensor.cpu()  # linears only use products of their weights
         shape = tuple(tensor.shape)
         if tensor.numel() > SMALL and shape:
             sizes, norm, rms = _measure_table(tensor)

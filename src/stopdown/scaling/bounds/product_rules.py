@@ -63,7 +63,7 @@ def bound_linear(op: BoundedOperation) -> Bound:
     absolute = rows.absolute.reshape(spread)
     by_norm = rows.euclidean.reshape(spread) * norm
     error = values.shape[1] * SUM_ROUNDING * absolute
-    size = parts = torch.minimum(absolute, by_norm)  # of each part of the sum as well
+    size = parts = torch.minimum(absolute, by_norm)  # also of each partial sum
     if (composed := _compose_heads(op, values)) is not None:
         size = torch.minimum(size, composed.reshape(spread))
     if image is not None:
@@ -198,7 +198,7 @@ def _sum_heads(
     heads: int,
     floor: float,
 ) -> torch.Tensor:
-    # of both weights, the values, their mean, and the sums that gave the values
+    # roundings of both weights, the values, their mean, and the values' sums
     roundings = 2.0**-8 + inner.shape[1] ** 1.5 * SUM_ROUNDING
     columns = torch.stack([peak * roundings, torch.ones_like(peak)], 1)
     shift = torch.zeros(len(peak), 0) if bias is None else bias[:, None]
@@ -314,7 +314,7 @@ def bound_convolve(op: BoundedOperation) -> Bound:
     peak = largest_over(bound.peak, [d for d in range(len(before)) if d != channel]).reshape(-1)
     largest = (
         find_largest_magnitude(flat) if groups > 1 else None
-    )  # of one group, `sum_rows` finds it
+    )  # for one group, `sum_rows` measures it
     rows = [
         sum_rows(part, _spread_channels(peak, group, values.shape[1], places), floor, largest)
         for group, part in enumerate(flat.chunk(groups))

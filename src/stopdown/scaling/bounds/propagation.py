@@ -157,7 +157,7 @@ class Propagation(KnownValues):
             return
         if name in self.capture.constants:
             constant = self.capture.constants[name]
-            if isinstance(constant, FakeTensor):  # without values: the result of another call
+            if isinstance(constant, FakeTensor):  # no values: another call's result
                 self._miss(node)
             elif isinstance(constant, torch.Tensor):
                 self._hold_known(node, constant)
@@ -183,7 +183,7 @@ class Propagation(KnownValues):
             self._keep(node, make_bound(sizes.double(), shape_of(node), typical=1.0))
             return
         made = make_interval(tensor)
-        if is_float(node):  # as it is, or rounded at the component call
+        if is_float(node):  # unchanged, or rounded by the component call
             there = tensor.to(node.meta["val"].dtype).double()
             made = replace(made, radius=(made.center - there).abs())
         self.held[node] = made
@@ -215,7 +215,7 @@ class Propagation(KnownValues):
         if is_kind(node, "assertion", "size"):
             return
         if is_split(node) and node.all_input_nodes[0] in self.rows:
-            self.rows[node] = self.rows[node.all_input_nodes[0]]  # for its parts
+            self.rows[node] = self.rows[node.all_input_nodes[0]]  # for `getitem` of its parts
         made = self._evaluate(node)
         if made is not None:
             self.held[node] = made
@@ -233,7 +233,7 @@ class Propagation(KnownValues):
         if not sources and node.all_input_nodes:
             return None
         key, same = (node.target, repr(node.args), repr(node.kwargs)), dict[Any, Any]()
-        if len(sources) == len(node.all_input_nodes) == 1:  # each block has the time's SiLU anew
+        if len(sources) == len(node.all_input_nodes) == 1:  # blocks repeat the timestep's SiLU
             same = self._evaluated.setdefault(sources[0], same)
         if key not in same:
             try:
@@ -241,7 +241,7 @@ class Propagation(KnownValues):
             except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
                 if is_out_of_memory(error):
                     raise
-                same[key] = None  # bounded like any other value then
+                same[key] = None  # then bounded like other values
         return same[key]
 
     def _apply_rule(self, node: Node) -> None:
@@ -255,7 +255,7 @@ class Propagation(KnownValues):
                 self.found.scores.get(place, 0.0), product_rules.limit_scores(op)
             )
         if has_known_size(node) and 0 in shape_of(node):
-            self._keep(node, uniform(0.0, shape_of(node)))  # as what is kept of too few frames
+            self._keep(node, uniform(0.0, shape_of(node)))  # such as a cache of too few frames
             return
         is_sized = all(map(has_known_size, (node, *node.all_input_nodes)))
         try:
@@ -397,7 +397,7 @@ class _Update(Propagation):
         if is_kind(node, "row_norm", "group_norm"):
             return [x for x in sources if x is not node.args[0]]
         known = any(x.name in self.before.rowed for x in sources)
-        is_product = is_float(node) and is_kind(node, "multiply", "divide")  # not one of sizes
+        is_product = is_float(node) and is_kind(node, "multiply", "divide")  # not of sizes
         if is_product and not known:
             return (
                 [] if rules.find_written_norm(BoundedOperation(node, self)) is not None else sources

@@ -46,7 +46,7 @@ from stopdown.scaling.graph.nodes import (
     strip_casts,
 )
 
-# norms: a row of unit mean square is no longer than the root of its length, whatever went into it
+# norms: a row of unit mean square has at most the root of its length as 2-norm, for any input
 
 
 def bound_normalise(op: BoundedOperation) -> Bound:
@@ -165,7 +165,7 @@ def read_vector_norm(node: Node) -> tuple[Node, list[int], bool] | None:
     return source, [int(d) % rank for d in given["dim"]], True  # type: ignore[return-value]
 
 
-# each element by itself
+# elementwise operations
 
 
 def bound_add(op: BoundedOperation) -> Bound:
@@ -354,7 +354,7 @@ def bound_ones(op: BoundedOperation) -> Bound:
     return uniform(1.0, op.shape)
 
 
-# what only moves values about: views, slices, concatenations, choices, tables
+# operations that only move values: views, slices, concatenations, choices, tables
 
 
 def bound_same(op: BoundedOperation) -> Bound:
@@ -411,7 +411,7 @@ def bound_tokens(op: BoundedOperation) -> Bound:
 def bound_repeat(op: BoundedOperation) -> Bound:
     """Bound `repeat` and similar operations: repeating an element doesn't change its magnitude."""
     added = len(op.shape) - len(op.before)
-    if added < 0 or isinstance(op.given.get("repeats"), Node):  # flattened first, or anywhere
+    if added < 0 or isinstance(op.given.get("repeats"), Node):  # flattened first, or data-dependent
         return bound_any(op)
     before = (1,) * added + op.before
     bound = broadcast(op.source, op.before, before)

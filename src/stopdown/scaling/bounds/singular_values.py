@@ -66,7 +66,7 @@ def measure_sigma(weight: torch.Tensor, largest: float | None = None) -> float:
     """
     tall = weight if weight.shape[0] >= weight.shape[1] else weight.T
     largest = find_largest_magnitude(weight) if largest is None else largest
-    scale = choose_scale(largest)  # squares stay in range
+    scale = choose_scale(largest)  # keeps squares in range
     if count_work(weight) <= SMALL:
         return math.sqrt(_bound_small_gram(tall.cpu().double() * scale)) / scale * MARGIN
     count, room = math.ceil(tall.shape[1] / MOST_COLUMNS), _Room(weight.device)

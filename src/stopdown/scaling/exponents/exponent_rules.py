@@ -408,7 +408,7 @@ def pick(op: PlacedOperation) -> None:
     ):
         op.system.equate(op.out, op.of(sources[0]))
     elif is_kind(parent, "factors"):
-        op.system.pin(op.out)  # orthonormal columns, whatever the length of the input's
+        op.system.pin(op.out)  # orthonormal columns for any scale of the input
     else:
         op.system.pin(op.out, *(op.of(x) for x in sources))
 

@@ -20,7 +20,7 @@ class System:
 
     Attributes:
         keys: maps the key of a value, parameter or eps to the index of its unknown.
-        equations: equations as index of an unknown to its factor.
+        equations: each maps the index of an unknown to its factor.
     """
 
     keys: dict[Hashable, int] = field(default_factory=dict)

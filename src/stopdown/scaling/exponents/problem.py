@@ -215,7 +215,7 @@ def state_problem(
     problem.operands = merge_operands(*(call.capture.operands for call in calls))
     problem.guests = _find_guests(module, calls)
     casts = stream or ResidualStream((), ())
-    closed = frozenset(casts.cast_output_down)  # these cast to fp16 behind the multiply
+    closed = frozenset(casts.cast_output_down)  # these cast to fp16 after the multiply
     problem.widened = closed.union(casts.cast_output_up)
     for number in wide_outputs:
         problem.outputs[number] = problem.system.unknown(("output", number))
@@ -387,7 +387,7 @@ class CallStatement:
         return unknown
 
     def clamp_unknown(self, node: Node, value: float) -> int | None:
-        """Return the unknown exponent of a number from which a node's code clamps; None if it can't scale.
+        """Return the unknown exponent of a lower limit in a node's code; None if it can't be scaled.
 
         A number in code is scaled during calls of its module. One that depends on the dtype differs in
         fp32, and a method's own code isn't a module call.
@@ -450,7 +450,7 @@ class CallStatement:
         name = self.call.capture.parameters.get(node.name)
         capture = self.call.capture
         if name is None and node.name in capture.inputs and self.problem.inputs:
-            self.unknown(node, None, node)  # one for all blocks
+            self.unknown(node, None, node)  # one exponent for all blocks
             return
         if name is None or name in capture.kept_buffers or name in capture.replaceable:
             self.system.pin(self.unknown(node, None, node))
@@ -460,7 +460,7 @@ class CallStatement:
     def _state_parameter(self, node: Node, name: str) -> None:
         split = self.call.blocks.get(node)
         if split is None or (split.dim and self._find_columns(node) is None):
-            whole = self.system.unknown(("parameter", name))  # as other calls know it
+            whole = self.system.unknown(("parameter", name))  # as in other calls
             self.system.equate(whole, self.unknown(node, None, node))
             self.problem.parameters[name] = whole
             return

@@ -119,7 +119,7 @@ class AdapterFolds(SameInCopies):
         for layer in _list_layers(self.module):
             self._see(self.module, "", layer)
         patches.defer(self._take_off)
-        patches.set_attribute(self.module, RESCALED, self)  # it alone holds this, and goes with it
+        patches.set_attribute(self.module, RESCALED, self)  # the only reference
         handle = register_module_module_registration_hook(
             _see_weakly(weakref.WeakMethod(self._see))
         )
@@ -255,7 +255,7 @@ class _FollowedLayer(SameInCopies):
     def _find_exponents(
         self, base: Any, parts: Mapping[str, torch.Tensor], factor: int
     ) -> dict[str, torch.Tensor]:
-        # a DoRA computes with the weight of its layer itself, past what that returns
+        # a DoRA uses its layer's weight directly, not the layer's output
         if "magnitude" in parts and _read_factor(self._folds, base):
             raise ScalingError("it is a DoRA, and the layer's output is multiplied besides")
         if "magnitude" in parts and _is_fresh(base.weight, parts):
@@ -376,7 +376,7 @@ def find_part_exponents(
             )
         made[role] = _spread(parts[role], bias, 0)
     if "magnitude" in parts and rows.any():
-        shape = parts["magnitude"].shape  # a vector over rows, or over columns
+        shape = parts["magnitude"].shape  # a vector over rows or columns
         dim = next((dim for dim, size in enumerate(shape) if size == len(rows)), 0)
         made["magnitude"] = _spread(parts["magnitude"], rows, dim)
     if columns is not None and columns.any():
@@ -412,7 +412,7 @@ def _choose_share(down: torch.Tensor, up: torch.Tensor, rows: torch.Tensor) -> i
     first, second = _log2_amax(down), _log2_amax(up) + float(rows.min())
     if not math.isfinite(first) or not math.isfinite(second) or second >= _ROOM_BITS:
         return 0
-    wanted = second - _ROOM_BITS  # negative: what A gives up for B
+    wanted = second - _ROOM_BITS  # negative: moved from A to B
     spare = max(first - _ROOM_BITS, (first - second) / 2, 0.0)
     return -math.floor(min(-wanted, spare))
 

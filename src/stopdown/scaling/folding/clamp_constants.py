@@ -39,9 +39,7 @@ def scale_clamps(module: torch.nn.Module, factors: Mapping[float, float], patche
         scaled.__enter__()
 
     def leave(part: Any, args: Any, output: Any) -> None:
-        if (
-            _get_current_function_mode() is scaled
-        ):  # it is not, if another hook raised before `enter`
+        if _get_current_function_mode() is scaled:  # not if another hook raised first
             scaled.__exit__(None, None, None)
 
     patches.defer(module.register_forward_pre_hook(enter).remove)

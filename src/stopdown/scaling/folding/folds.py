@@ -188,7 +188,7 @@ def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:
 
 def _fold(module: torch.nn.Module, scaling: Scaling, *, with_weights: bool = True) -> Patches:
     patches = Patches()
-    patches.defer(torch.clear_autocast_cache)  # of weights as they were, where a call is under way
+    patches.defer(torch.clear_autocast_cache)  # of the old weights, during a call
     try:
         if with_weights:
             _fold_parameters(module, scaling.exponents, patches)
@@ -403,7 +403,7 @@ def cast_(
 
     try:
         _cast_parts(module, dtype, given or Scaling(), patches, replace_data)
-    except BaseException:  # memory may run out half-way
+    except BaseException:  # for example out of memory
         patches.undo()
         raise
     patches.defer(take_out)
@@ -582,7 +582,7 @@ def _narrow_tensors(
     tensors = {id(x): x for x in iterate_tensors(output)}
     made = {
         key: x if number in wide else change(x) for number, (key, x) in enumerate(tensors.items())
-    }  # a tensor that is returned twice stays one, as outputs are numbered
+    }  # a tensor that is returned twice counts once
     return pytree.tree_map_only(torch.Tensor, lambda x: made[id(x)], output)
 
 

@@ -142,7 +142,7 @@ def capture_call(
     failure: CaptureError | None = None
     first = _Attempt(call, args, dict(kwargs or {}), dtype, wide, operands)
     drawn = kept_random(first.owner, args, kwargs or {})
-    with WARNINGS_IGNORED, drawn, _quiet_fakes():  # and captures of two threads disturb each other
+    with WARNINGS_IGNORED, drawn, _quiet_fakes():  # one thread at a time
         for attempt in _list_attempts(first, answers):
             try:
                 return _export(attempt)
@@ -186,7 +186,7 @@ def read_call(
     try:
         with _quiet_fakes():
             return _ShadowCall(_Attempt(call, args, dict(kwargs), dtype)).read(blocked)
-    except Exception:  # whatever a model's code does on tensors without values
+    except Exception:  # model code may raise anything
         return None
 
 
@@ -197,7 +197,7 @@ def _list_attempts(first: _Attempt, answers: Answers | None) -> Iterator[_Attemp
     if _has_weights(first.owner):
         yield replace(first, is_real=True)
     if answers is None:
-        with contextlib.suppress(Exception):  # a call that fails has none: say why untraced
+        with contextlib.suppress(Exception):  # a failing call has none; report that
             answers = note_answers(first.call, first.args, first.kwargs)
     if answers is not None:
         yield replace(first, answers=answers)
@@ -342,8 +342,8 @@ class _Notes(TorchFunctionMode):
             return self._answer(func.__name__, args)
         answer = func(*args, **(kwargs or {}))
         if str(sys._getframe(1).f_globals.get("__name__")).startswith("stopdown."):
-            return answer  # a guard asks, and not the code
-        if func is torch.Tensor.tolist:  # of a fake tensor it asks for one item after the other
+            return answer  # a guard reads it, not the model's code
+        if func is torch.Tensor.tolist:  # on a fake tensor it reads items one by one
             self.found += [("item", x) for x in args[0].flatten().tolist()]
         else:
             self.found.append((self._name(func.__name__, args), answer))
@@ -428,7 +428,7 @@ class _Call(torch.nn.Module):
         super().__init__()
         self.component, self._answers = component, answers
         self._method, self._leaves, self._spec = method, leaves, spec
-        self._count = count  # attributes that are set while they are traced are set back
+        self._count = count  # export resets attributes set while tracing
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = iter(tensors)
@@ -475,7 +475,7 @@ class _ShadowCall:
         self._method = "" if attempt.call is self._module else getattr(attempt.call, "__name__", "")
         self._mode, own = find_mode(self._module), own_dtype(self._module)
         if own is None or attempt.dtype in list_own_dtypes(self._module):
-            own = attempt.dtype  # it is cast in part, and called as its authors cast it
+            own = attempt.dtype  # partly cast: called in its authors' dtypes
         self._shadow, self._kept = _make_shadow(attempt, self._mode)
         leaves, spec = pytree.tree_flatten((attempt.args, dict(sorted(attempt.kwargs.items()))))
         self._given = tuple(
@@ -500,7 +500,7 @@ class _ShadowCall:
 
     def read(self, blocked: Collection[str]) -> frozenset[int]:
         """Record how the call uses its parameters and arguments, as a set of hashes (`readings`)."""
-        patches = Patches()  # never undone: the shadow is thrown away with its hooks
+        patches = Patches()  # never undone: the copy is discarded
         paths = ModulePaths(self._shadow, patches)
         readings = Readings(paths, _ShadowCall.read.__code__, blocked)
         for name, tensor in name_parameters(self._shadow).items():
@@ -605,7 +605,7 @@ def _watch_outputs(shadow: torch.nn.Module, notes: list[Note]) -> None:
     def is_single(args: Any, output: Any) -> bool:
         return isinstance(output, torch.Tensor)
 
-    patches = Patches()  # never undone: the shadow is thrown away with its hooks
+    patches = Patches()  # never undone: the copy is discarded
     for path, module in shadow.named_modules():
         if names[id(module)] == 1:
             hook = CallObserver(path, "output", is_single, notes)
@@ -642,7 +642,7 @@ def _watch_tables(shadow: torch.nn.Module, kept: frozenset[str], notes: list[Not
             torch.Tensor, lambda x: _Shaped(tuple(map(int, x.shape)), x.dtype), (args, kwargs)
         )
 
-    patches = Patches()  # never undone, as above
+    patches = Patches()  # never undone: the copy is discarded
     for path, module in shadow.named_modules():
         names = [name for name, _ in _list_tables(module)]
         if any(f"{path}.{name}".strip(".") not in kept for name in names):
@@ -697,7 +697,7 @@ def _find_unread(
     found: set[str] = set()
     for other in _list_resized(call):
         read = _Read()
-        with contextlib.suppress(Exception), mode, read:  # most cannot change alone
+        with contextlib.suppress(Exception), mode, read:  # most sizes can't change alone
             args, kwargs = pytree.tree_map_only(
                 _Shaped, lambda x: torch.empty(x.shape, dtype=x.dtype), other
             )
@@ -756,7 +756,7 @@ def _make_shadow(attempt: _Attempt, mode: FakeTensorMode) -> tuple[torch.nn.Modu
         shadow = copy_module(module, memo)
     except Exception as error:
         raise describe_failure(error, module) from error
-    patches = Patches()  # never undone: the shadow is thrown away
+    patches = Patches()  # never undone: the copy is discarded
     cast_operands(shadow, operands, dtype, patches)
     set_own_dtypes(shadow, list_own_dtypes(module), dtype, patches)
     return shadow, kept
@@ -931,7 +931,7 @@ def _quiet_logs() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # half a graph is printed before it fails
+        with contextlib.redirect_stderr(io.StringIO()):  # failures print half a graph
             yield
     finally:
         logging.disable(before)

@@ -58,7 +58,7 @@ class _Binder:
             return self._bind_function(value)
         if isinstance(value, MethodType):
             owner = value.__self__
-            is_module = isinstance(owner, torch.nn.Module)  # maybe an adapter that holds a part
+            is_module = isinstance(owner, torch.nn.Module)  # perhaps an adapter that holds a part
             known = self._memo.get(id(owner), owner)
             owner = copy.deepcopy(owner, self._memo) if is_module else known
             return MethodType(self.bind(value.__func__), owner)
@@ -79,14 +79,14 @@ class _Binder:
         made = FunctionType(
             function.__code__, function.__globals__, function.__name__, None, known or None
         )
-        self._bound[id(function)] = made  # it may close over itself
+        self._bound[id(function)] = made  # its closure may contain it
         made.__defaults__ = self.bind(function.__defaults__)
         made.__kwdefaults__ = self.bind(function.__kwdefaults__)
         vars(made).update(vars(function))
         for cell, one in zip(cells, known, strict=True):
             try:
                 content = cell.cell_contents
-            except ValueError:  # nothing is there yet
+            except ValueError:  # the cell is still empty
                 continue
             one.cell_contents = self.bind(content)
         return made

@@ -211,11 +211,11 @@ class _Runner(torch.fx.Interpreter):
         self, capture: Capture, module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
     ) -> None:
         super().__init__(capture.graph)
-        self.extra_traceback = False  # it would write the graph's node into our errors
+        self.extra_traceback = False  # else errors would contain the graph's node
         self.capture, self.tensors = capture, tensors
         self.named = name_parameters(module)
         devices = (x.device for x in tensors.values() if isinstance(x, torch.Tensor) and x.dim())
-        self.device = next(devices, None)  # weights that wait elsewhere are brought there
+        self.device = next(devices, None)  # where offloaded weights are loaded
         self.masked = find_masked(capture)
         self.ranges: dict[str, tuple[Range, ...]] = {}
 
@@ -237,9 +237,9 @@ class _Runner(torch.fx.Interpreter):
         elif node.name in self.capture.constants:
             found = self.capture.constants[node.name]
         else:
-            found = self.tensors[node.name].clone()  # some code adds into what it is given
+            found = self.tensors[node.name].clone()  # some code writes into its arguments
         if isinstance(found, torch.Generator):
-            return found.clone_state()  # the caller's own stays where it is
+            return found.clone_state()  # leaves the caller's generator alone
         if (stored := find_stored(found)) is not None:
             found = stored.read(self.device or found.device)
         found = found.detach() if self.device is None else found.detach().to(self.device)
@@ -269,9 +269,7 @@ class _Runner(torch.fx.Interpreter):
         return tuple(self._measure_part(node, part) for part in parts)
 
     def _measure_part(self, node: Node, value: torch.Tensor) -> Range:
-        while torch._C._functorch.is_batchedtensor(
-            value
-        ):  # inside of `vmap`: all of them are measured
+        while torch._C._functorch.is_batchedtensor(value):  # inside `vmap`: measure all
             value = torch._C._functorch.get_unwrapped(value)
         if value.is_complex():
             value = torch.view_as_real(value.resolve_conj())

@@ -111,7 +111,7 @@ class Readings(TorchFunctionMode):
         self._marks: dict[int, int] = {}
         self._exact: set[int] = set()
         self._written: dict[int, int] = {}
-        self._held: list[Any] = []  # while it is held nothing else has its id
+        self._held: list[Any] = []  # keeps ids unique
 
     def name(self, tensor: torch.Tensor, kind: str, name: object) -> None:
         """Give a tensor its first mark: that of a parameter by its name, or of an argument by its index."""
@@ -148,7 +148,7 @@ class Readings(TorchFunctionMode):
         mark = hash((place, given))
         self.found.update(
             hash((mark, "joined", self._read(x))) for x in joined
-        )  # however many there are
+        )  # independent of their number
         made = func(*args, **kwargs)
         written = find_written(name, args, kwargs)
         for number, tensor in enumerate(iterate_tensors(made)):

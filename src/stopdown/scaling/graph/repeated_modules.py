@@ -147,10 +147,10 @@ class Repeats:
             for part in self._paths
             if type(vars(part).get(_NUMBER)) is int and not hasattr(type(part), _NUMBER)
         }
-        self._reads: list[torch.nn.Module] = []  # of numbers, in order
+        self._reads: list[torch.nn.Module] = []  # of `layer_idx`, in order
         self._tracer: Any = None
         self._known: dict[Any, _Traced | None] = {}
-        self._held: list[Any] = []  # while it is held nothing else has its id
+        self._held: list[Any] = []  # keeps ids unique
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
@@ -178,7 +178,7 @@ class Repeats:
     ) -> Any:
         if self._tracer is None and all(hasattr(tracer, name) for name in _READ):
             self._tracer = tracer
-        # one that names shared modules goes by the way that code came to them
+        # a tracer with attribute proxies names shared modules by access path
         if tracer is not self._tracer or tracer.enable_attr_proxy or module not in self._candidates:
             return trace()
         given, sign = _read_given(tracer, args, kwargs), self._sign(module)
@@ -193,7 +193,7 @@ class Repeats:
     def _sign(self, module: torch.nn.Module) -> Any:
         return _Description(module, self._held).sign()
 
-    # the first of calls that are alike
+    # tracing the first of several similar calls
 
     def _trace(
         self,

@@ -109,7 +109,7 @@ def _observe(module: torch.nn.Module, calls: Sequence[PlainCall]) -> _Seen:
     try:
         seen = _run_watched(module, calls, counter)
         seen.flops = float(counter.get_total_flops())
-    except NotImplementedError:  # torch's counter (2.6.0) refuses operators with code of their own
+    except NotImplementedError:  # torch 2.6.0's counter refuses custom operators
         seen = _run_watched(module, calls, contextlib.nullcontext())
         seen.flops = sum(x.flops for x in seen.matrices.values())
     return seen

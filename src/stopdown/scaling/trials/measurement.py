@@ -92,7 +92,7 @@ def cut_sizes(call: PlainCall) -> PlainCall:
     """
     function, args, kwargs = call
     is_decode = getattr(function, "__name__", "") == "decode" and len(args) == 1
-    if not is_decode or set(kwargs or {}) - {"return_dict"}:  # a number of frames would not agree
+    if not is_decode or set(kwargs or {}) - {"return_dict"}:  # `num_frames` wouldn't match
         return call
     (given,) = args
     if not isinstance(given, torch.Tensor) or given.dim() not in (4, 5):
@@ -177,14 +177,14 @@ def _capture_streamed(
             them.
     """
     answers: Answers = ()
-    if operands is None:  # of the stream none are found: what it mixes is refused
+    if operands is None:  # plain operands: a stream's own mixes are refused
         operands = find_call_operands(call, args, kwargs, torch.float16)
     capture = partial(capture_call, call, args, kwargs, dtype=torch.float16, operands=operands)
     try:
         with with_stream(owner_of(call), stream, torch.float16) as wide:
             return capture(wide=wide, answers=answers)
-    except CaptureError:  # under the hooks of a stream the module itself cannot be asked
-        with contextlib.suppress(Exception):  # of a call that fails: the stream is refused
+    except CaptureError:  # the stream's hooks prevent reading values
+        with contextlib.suppress(Exception):  # if the call fails, refuse the stream
             answers = note_answers(call, args, kwargs or {})
         if not answers:
             raise

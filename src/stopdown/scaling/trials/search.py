@@ -88,8 +88,8 @@ FEW_MODULES = 100
 multiplies."""
 
 LOOSEST_BITS = (math.inf, 40.0, 30.0, 24.0, 20.0, 17.0, 14.0, 11.0, 8.0, 5.0, 2.0)
-"""Limits, in bits, on how far a bound may exceed the measured range and still be used; tried one by
-one."""
+"""Limits, in bits, on how far a bound may exceed the measured range and still be used; tried in this
+order."""
 
 MOST_SHAPES = 8
 """Number of calls of one signature whose sizes are recorded; calls with others are compared with them
@@ -99,20 +99,22 @@ LOW_WEIGHT_BITS = -12.0
 """log2 of the typical size below which a weight loses bits in fp16."""
 
 MORE_STRAIN_BITS = 0.05
-"""Mean number of bits over the weights by which bounds may push typical sizes below `LOW_WEIGHT_BITS`.
+"""Bits, in the mean over the weights, by which bounds may lower typical sizes below `LOW_WEIGHT_BITS`.
 A tenth of a bit shows in the output (a CogVideoX 9 % further from fp32, a Wan 25 %), a twentieth
 doesn't."""
 
 MORE_TABLE_BITS = 1.0
-"""Number of such bits for one embedding table, on which all later values depend: a T5 whose table is
-stored times 2**-13.7 is 12 % further from fp32 than with 2**-9.7, with 2**-14.7 77 %, with 2**-15.7 3.3
-times as far."""
+"""Bits by which bounds may lower the typical size of an embedding table below `LOW_WEIGHT_BITS`. All
+later values depend on it: a T5 whose table is stored times 2**-13.7 is 12 % further from fp32 than with
+2**-9.7, with 2**-14.7 77 %, with 2**-15.7 3.3 times as far."""
 
 MOST_STRAIN_BITS = 0.5
-"""Mean number of such bits if bounds are requested: beyond it fp16 is worse than bf16."""
+"""As `MORE_STRAIN_BITS`, for bounds that are requested with `ranges="bound"`: beyond it fp16 is worse
+than bf16."""
 
 MORE_MULTIPLIES = 1
-"""Number of further multiplies that bounds may cost; these lose no bits."""
+"""Number of further explicit multiplies that bounds may cost; a multiply by a power of two loses no
+bits."""
 
 VANISHING_BITS = -22
 """log2 of a size that has two significant bits in fp16, or fewer: the largest value of a parameter
@@ -183,7 +185,7 @@ def take_first(
     return min((found[number] for number in sorted(found)), key=price)
 
 
-# exponents of one problem
+# strategies for the exponents of one problem
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ def find_scaling(
         return is_hopeless(state(multiplies=True), fp32_modules=False)
 
     def find(relaxation: Relaxation) -> Scaling:
-        if relaxation != RELAXATIONS[0] and ends():  # as loose bounds often do
+        if relaxation != RELAXATIONS[0] and ends():  # frequent with loose bounds
             raise explain_failure(state(multiplies=True))
         if relaxation.fp32_flops and postpones and needs_fp32():
             raise PostponedError
@@ -355,7 +357,7 @@ def _is_stored(place: str) -> bool:
     return number is None or number > FP16.smallest / 2
 
 
-# bounds instead of measured ranges
+# strategies for bounds instead of measured ranges
 
 
 def scale_by_bounds(
@@ -464,7 +466,7 @@ def _list_bounds(
     for bits in LOOSEST_BITS:
         calls = bounded.mix(bits)
         ranges = [call.ranges for call in calls]
-        if ranges != before:  # no bound is as loose as that
+        if ranges != before:  # else no bound is that loose
             late = partial(_find_wide, find_late or find, module, calls)
             yield Candidate(partial(_find_wide, find, module, calls), does, late)
         before = ranges
@@ -572,7 +574,7 @@ def _measure_lost(scaling: Scaling, call: MeasuredCall, node: str) -> float:
     return max(0.0, LOW_WEIGHT_BITS - min(folds) - log2_of(min(sizes)))
 
 
-# calls of a module
+# strategies for the calls of a module
 
 
 def scale_calls(
@@ -698,7 +700,7 @@ class _CallSearch:
         try:
             return self._find(kinds, stream)
         except ScalingError as error:
-            self.unsolved = error if self.ranges != "bound" else None  # hooks certify nothing
+            self.unsolved = error if self.ranges != "bound" else None  # hooks can't certify
             raise
 
     def _find(self, kinds: Sequence[MeasuredCall], stream: ResidualStream | None) -> Scaling:

@@ -101,7 +101,7 @@ def run_reference(module: torch.nn.Module, calls: Sequence[PlainCall]) -> Refere
         raise
     _refuse_kept_state(module, calls[0], runs[0], kept, is_fp32=is_fp32)
     if is_fp32:
-        with suppress(torch.OutOfMemoryError):  # there is no figure then
+        with suppress(torch.OutOfMemoryError):  # then there is no bf16 error
             runs = _add_bf16(module, calls, runs)
     return Reference(tuple(calls), tuple(runs), is_fp32)
 
@@ -234,7 +234,7 @@ def _measure_bf16(module: torch.nn.Module, call: PlainCall, run: Run) -> float |
         return None
     try:
         error = measure_error(_run_cast(module, call, torch.bfloat16), run.output)
-    except Exception:  # whatever a model's code does in bf16: there is no figure then
+    except Exception:  # model code may raise anything in bf16
         return None
     return error if math.isfinite(error) else None
 
@@ -347,9 +347,9 @@ def _try_calls(module: torch.nn.Module, reference: Reference) -> Trial:
             output = _run_cast(module, call, torch.float16)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a model's code does: it does not run so
+        except Exception as error:  # model code may raise anything
             first = take_first_line(error)
-            if _lacks_kernel(error):  # of the device, not of the model's code
+            if _lacks_kernel(error):  # the device's fault, not the model's
                 notes.append(
                     f"A call does not run in fp16 on this device, and was not tried: {first}."
                 )

@@ -120,7 +120,7 @@ def _fix_all(
             return False
     stated = {split_fold_name(name)[0] for name in problem.parameters}
     if any(folds.get(name) for name in _list_read(capture) if name not in stated):
-        return False  # a table that another size does without
+        return False  # a table that other sizes don't read
     for key, unknown in problem.eps.items():
         if not found.fix(unknown, scaling.eps.get(".".join(filter(None, key)), 0)):
             return False

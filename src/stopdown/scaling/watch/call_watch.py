@@ -194,9 +194,9 @@ class CallWatch(SameInCopies):
         patches.defer(self._remove)
         put(self._own)
         self.weights.note()
-        clear_caches(self.module)  # their scale or dtype may be wrong now
+        clear_caches(self.module)  # they may have another scale or dtype
         if any(find_code(x) for x in self.module.modules()):
-            torch.compiler.reset()  # code with other hooks
+            torch.compiler.reset()  # compiled without these hooks
         self._own.set_attribute(self.module, _WATCH, self)
         lock = find_lock(self.module)
         self._own.set_attribute(lock, "begin", _call_while_alive(self._begin))
@@ -256,7 +256,7 @@ class CallWatch(SameInCopies):
         # outputs stay as they are
         callee = Callee("", self.module, method, "decode", GENERAL_KEEPS)
         put_layer(self.module, slot, self._enter, self._own, Rank.EXPONENTS, callee)
-        slot = "forward" if slot == "_call_impl" else slot  # inside of a guard
+        slot = "forward" if slot == "_call_impl" else slot  # inside a guard
         put_layer(self.module, slot, partial(scale_ends, self.module), self._own, Rank.ENDS, callee)
 
     def _remove(self) -> None:
@@ -389,7 +389,7 @@ class CallWatch(SameInCopies):
                 return self._track(call, output)
             for restore in (*restores, held.restore):
                 restore()
-        if self.is_removed:  # a guard put exponents on that are for such calls
+        if self.is_removed:  # a guard applied others for such calls
             raise ReplacedError
         return self._refuse(key, call, _FILLED if is_filled and why == _NOT_FINITE else why, held)
 
@@ -397,7 +397,7 @@ class CallWatch(SameInCopies):
         """Make a direct call of `forward`, which bypasses the module's hooks, as a call of the module."""
         if self.has_call_here or getattr(self._thread, "is_led", False):
             return call.proceed()
-        self._thread.is_led = True  # what is compiled may come here again
+        self._thread.is_led = True  # compiled code may reenter
         try:
             return self.module(*call.args, **call.kwargs)
         finally:
@@ -443,7 +443,7 @@ class CallWatch(SameInCopies):
         owner = call.callee.owner if path else self.module
         given = owner, call.callee.method, call.args, call.kwargs
         signature = f"{path}:{sign_call(*given)}".removeprefix(":")
-        is_sized = is_plain()  # sizes of transformed code are no numbers
+        is_sized = is_plain()  # sizes in transformed code aren't integers
         sizes = list_argument_sizes(*given) if is_sized else ()
         if not others:
             return signature, sizes
@@ -456,7 +456,7 @@ class CallWatch(SameInCopies):
     def _call_scaled(self, ends: CallEnds, call: ComponentCall) -> tuple[bool, Any]:
         """Make a call of an unmeasured signature; return whether its output is usable, and the output."""
         if ends.inputs and len(list(_list_tensors(call))) != ends.given:
-            return False, None  # others than those that were traced
+            return False, None  # not those that were traced
         if find_path(call):
             is_half = torch.float16 in {x.dtype for x in call.callee.owner.parameters()}
             given = _scale_inputs(ends, call)
@@ -469,7 +469,7 @@ class CallWatch(SameInCopies):
                 output = call.proceed()
             finally:
                 _thread.scaled = before
-            if not self.is_in_force:  # it was repaired: the output is that of other exponents
+            if not self.is_in_force:  # repaired: the output has other exponents
                 return True, output
         made = {id(x): x for x in iterate_tensors(output)}
         is_known = not ends.outputs or len(made) == ends.returned
@@ -522,7 +522,7 @@ class CallWatch(SameInCopies):
         path, method, settings = find_path(call), call.callee.method, self.known.settings
         self.known.refuse(key)
         if (repair := self._options.repair) is not None:
-            # earlier calls would run other code as well by now, nor would a cache be as then
+            # replays of earlier calls would run the other code, with another cache
             is_other = bool(settings.describe()) or held.has_objects
             what = "alone"
             if not path:
@@ -590,7 +590,7 @@ def scale_ends(module: torch.nn.Module, call: ComponentCall) -> Any:
     found = _thread.scaled
     if found is None or found[0].module is not module or not found[0].is_in_force:
         return call.proceed()
-    _thread.scaled = None  # code that is compiled may come here again
+    _thread.scaled = None  # compiled code may reenter
     try:
         return found[0].scale(found[1], call)
     finally:

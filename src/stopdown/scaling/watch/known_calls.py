@@ -89,7 +89,7 @@ class KnownCalls:
             (name, sizes): PLAIN for name, kind in self._kinds.items() for sizes in kind.sizes
         }
         self._of_copies: dict[Key, CallEnds | None] = {}
-        self._reading = Counter[str]()  # signatures whose code reads values, to answers that held
+        self._reading = Counter[str]()  # base signature to the number of answers that held
         for name, kind in list(self._kinds.items()):
             if (base := strip_answers(name)) != name:
                 self._reading[base] = 0
@@ -105,7 +105,7 @@ class KnownCalls:
         """Record that the exponents don't hold for calls with this signature and sizes."""
         self.verdicts[key] = None
         kind = self._kinds.get(key[0])
-        if kind is None or kind.sizes in ([], [key[1]]):  # nor do they for other sizes
+        if kind is None or kind.sizes in ([], [key[1]]):  # so not for other sizes either
             self._kinds[key[0]] = _Kind(None, [])
 
     def holds_for_copy(
@@ -219,14 +219,14 @@ class KnownCalls:
         whole = part if method == "forward" else getattr(skeleton, method), args, kwargs
         short = cut_sizes(whole) if is_short else whole
         for call in (short, whole) if short is not whole else (whole,):
-            with contextlib.suppress(Exception):  # whatever a model's code does with fewer values
+            with contextlib.suppress(Exception):  # model code may raise anything
                 capture = (
                     capture_answered(call, scaling.stream, answers)
                     if answers
                     else Captures().take(call, scaling.stream)
                 )
                 return find_call_ends(part, scaling, capture, *call[1:])
-        return None  # nothing is known of such calls
+        return None  # such calls can't be checked
 
     def describe_difference(self, key: Key, method: str, *, names_sizes: bool = True) -> str:
         """Describe how a call differs: `with hidden=True, without mask[2d]`, or `with sizes 1x16, 4`."""
@@ -248,7 +248,7 @@ def _copy_without_weights(module: torch.nn.Module) -> torch.nn.Module | None:
     try:
         with bared(module), in_full(module):
             return copy_module(module, memo)
-    except Exception:  # whatever a module holds besides weights
+    except Exception:  # a module may hold anything
         return None
 
 
@@ -279,7 +279,7 @@ def describe_difference(signature: str, scaling: Scaling, method: str) -> str:
         return f"as {signature}"
     nearest = min(known, key=lambda x: len(x ^ parts))
     added = sorted(parts - nearest)
-    code = [f"with {x}" for x in added if x.startswith(CODE_WORDS)]  # one for each layer, maybe
+    code = [f"with {x}" for x in added if x.startswith(CODE_WORDS)]  # may be one for each layer
     said = [f"with {x}" for x in added if not x.startswith(CODE_WORDS)]
     said += [list_some(code)] if code else []
     said += [f"without {x}" for x in sorted(nearest - parts)]
@@ -288,4 +288,4 @@ def describe_difference(signature: str, scaling: Scaling, method: str) -> str:
 
 def _list_parts(signature: str) -> set[str]:
     inner = signature.partition("(")[2].removesuffix(")")
-    return {*re.split(r", (?![^\[]*\])", inner)} - {""}  # not inside of a list
+    return {*re.split(r", (?![^\[]*\])", inner)} - {""}  # not inside a list
