@@ -1,1 +1,1 @@
-"""What is put on modules and calls of PyTorch, and comes off again: the undo stack, hooks, casts, sums."""
+"""Reversible changes to PyTorch modules and calls: undo stack, hooks, casts, accumulation modes."""

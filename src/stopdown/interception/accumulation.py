@@ -1,23 +1,22 @@
-"""How sums inside products are done: torch's switch for one call, and what sums in fp16 would reach.
+"""Accumulation modes of matrix products: PyTorch's switch, and the sums that fp16 accumulators would reach.
 
-A product of fp16 matrices is a sum of many products. Most hardware sums in fp32 and rounds once; some
-kernels sum in fp16 itself: tensor cores with fp16 accumulators (torch's `allow_fp16_accumulation`,
-TensorRT and other compilers), and reductions that are split. Then a sum that leaves fp16 on its way is
-Inf, whatever its end would have been. In attention that is seen first: scores are summed before they
-are divided by the root of the width, so scores that fit after it need not fit before; Inf minus Inf in
-the softmax is NaN. Stable Video Diffusion showed it under a compiler on A100 and A30, and not on V100,
-whose kernels summed in fp32.
+An element of a matrix product is a sum of many products. Most hardware accumulates fp16 products in fp32
+and rounds once. Some kernels accumulate in fp16: tensor cores with fp16 accumulators (PyTorch's
+`allow_fp16_accumulation`, TensorRT and other compilers), and split reductions. A partial sum beyond
+fp16's range is then Inf, even if the final sum would fit. Attention shows this first: scores are summed
+before they are divided by the root of the width, and Inf minus Inf in the softmax is NaN. Stable Video
+Diffusion failed so under a compiler on A100 and A30, but not on V100, whose kernels accumulated in fp32.
 
-`accumulating` sets the switch for a block and puts it back. `find_sums` says beforehand, from one call in
-fp32, which sums would not fit.
+`accumulating` sets the switch inside a block. `find_sums` predicts from one call in fp32 which sums would
+overflow.
 
-Products are summed in groups of 16, as tensor cores do in principle; the order of real kernels differs, so
-what is beyond 65504 by a small margin may or may not overflow on a given card.
+Products are summed in groups of 16, as tensor cores do in principle. The order of real kernels differs, so
+a sum slightly beyond 65504 may or may not overflow on a given card.
+Convolutions are summed as implicit matrix products: one kernel position after the other, 16 channels at a
+time.
 
-Convolutions are summed as implicit matrix products: place after place of a kernel, 16 channels at a time.
-
-Not covered: transposed convolutions, `einsum`, and products inside compiled code. The switch is that
-of the whole process: two threads that set it differently disturb each other.
+Not covered: transposed convolutions, `einsum`, and products inside compiled code. The switch is global to
+the process: two threads that set it differently disturb each other.
 """
 
 from __future__ import annotations
@@ -38,26 +37,28 @@ from stopdown.interception.patches import Patches
 from stopdown.number_formats import FP16
 
 GROUP = 16
-"""Products that are summed before an accumulator is rounded: the depth of a tensor core's step."""
+"""Number of products that are summed between two roundings: the depth of a tensor core's step."""
 
 ROUNDING = 2.0**-11
 """Relative error of one rounding to fp16."""
 
 SUBNORMAL = 2.0**-25
-"""Absolute error of one where fp16 has no more bits."""
+"""Absolute error of one rounding in fp16's subnormal range."""
 
 PIECE = 2**24
-"""Sums that are looked at together: 64 MiB in fp32."""
+"""Number of sums that are computed at a time: 64 MiB in fp32."""
 
 SWITCH = "allow_fp16_accumulation"
 
 
 @contextlib.contextmanager
 def accumulating(in_fp16: bool | None) -> Iterator[None]:
-    """Set PyTorch's switch for sums in fp16 inside the block, and restore it afterwards.
+    """Set PyTorch's switch for fp16 accumulation inside the block, and restore it afterwards.
+
+    A version of PyTorch without the switch does nothing.
 
     Args:
-        in_fp16: None leaves it; so does a version of torch that has none.
+        in_fp16: the switch's value; None leaves it.
     """
     matmul = torch.backends.cuda.matmul
     with Patches() as patches:
@@ -69,15 +70,15 @@ def accumulating(in_fp16: bool | None) -> Iterator[None]:
 
 
 def bound_rounded_sum(largest: float, terms: int) -> float:
-    """Return a bound on every intermediate of a sum in fp16, roundings included.
+    """Return a bound on the magnitude of every partial sum that is accumulated in fp16.
 
-    With `|s_k| <= B` for each exact partial sum, m roundings of `(1 + d)`, `|d| <= u`, and at most `e`
-    where a sum is subnormal, an error grows by `E_k <= (1 + u) (E_{k-1} + e) + u B`. So a rounded sum is
-    at most `(B + m e) (1 + u)**m`.
+    With `|s_k| <= B` for each exact partial sum, m roundings by `(1 + d)`, `|d| <= u`, and at most `e` for
+    a subnormal sum, the error grows by `E_k <= (1 + u) (E_{k-1} + e) + u B`. So a rounded sum is at most
+    `(B + m e) (1 + u)**m`.
 
     Args:
-        largest: of the exact partial sums, each of them and each part of them.
-        terms: products in a sum, `GROUP` of them between two roundings.
+        largest: bound B on the magnitude of each exact partial sum.
+        terms: number of products in a sum, with a rounding after each `GROUP` of them.
     """
     rounds = math.ceil(terms / GROUP)
     return (largest + rounds * SUBNORMAL) * (1 + ROUNDING) ** rounds
@@ -85,15 +86,15 @@ def bound_rounded_sum(largest: float, terms: int) -> float:
 
 @dataclass(frozen=True)
 class Sum:
-    """The largest sum inside one operation of a module.
+    """The largest sums inside one operation of a module.
 
     Attributes:
-        path: of the module, "" for the one that was looked at.
-        operation: `attention scores`, `attention`, `convolution`, `product`.
-        largest: magnitude that a partial sum reached.
-        result: magnitude of the largest sum at its end.
-        group: magnitude of the largest sum of `GROUP` products next to each other.
-        terms: products of the longest sum.
+        path: of the module; "" for the one that was called.
+        operation: `attention scores`, `attention`, `convolution` or `product`.
+        largest: largest magnitude of a partial sum.
+        result: largest magnitude of a final sum.
+        group: largest magnitude of the sum of `GROUP` consecutive products.
+        terms: number of products in the longest sum.
     """
 
     path: str
@@ -105,11 +106,11 @@ class Sum:
 
     @property
     def fits(self) -> bool:
-        """Whether an fp16 accumulator holds it."""
+        """Whether no partial sum overflows an fp16 accumulator."""
         return self.largest <= FP16.largest
 
     def merged(self, other: Sum) -> Sum:
-        """Merge two sums of one operation into the larger sizes."""
+        """Return the maxima of two calls of the same operation."""
         return Sum(
             self.path,
             self.operation,
@@ -121,9 +122,10 @@ class Sum:
 
     @property
     def piece(self) -> int:
-        """The number of products that may be summed in fp16 at a time, roundings included; 0 for none.
+        """The number of products that can safely be accumulated in fp16 at a time; 0 for none.
 
-        All of them where the sum fits. Else so many groups that even sums of one sign would fit.
+        That is all of them if the sum fits with its roundings; else as many groups as fit even if all have
+        the same sign.
         """
         if bound_rounded_sum(self.largest, self.terms) <= FP16.largest:
             return self.terms
@@ -134,12 +136,12 @@ class Sum:
 
 
 def find_sums(module: torch.nn.Module, call: Callable[[], object]) -> tuple[Sum, ...]:
-    """Find the largest sums inside a call of a module, largest first; those that do not fit would be Inf.
+    """Measure the sums inside a call of a module, one `Sum` for each operation, the largest first.
 
     Args:
-        call: makes the call; in fp32, so that nothing overflows while it is looked at.
+        call: makes the call, in fp32 so that nothing overflows.
 
-    Cost: two host reads for each product, and a product for each group of 16.
+    Cost: two host reads for each product, and a small product for each group of 16.
     """
     found: dict[tuple[str, str], tuple[float, float, float, int]] = {}
     with Patches() as patches:
@@ -151,15 +153,15 @@ def find_sums(module: torch.nn.Module, call: Callable[[], object]) -> tuple[Sum,
 
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
-"""`[..., m, k]` times `[..., k, n]`, and what that is, as `Sum.operation` names it."""
+"""A function that multiplies `[..., m, k]` by `[..., k, n]`; its third argument is `Sum.operation`."""
 
 
 After = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""What is done to a sum after a group, given the group's own sum and the sum so far."""
+"""A function from the sum of a group and the sum so far to the sum to continue with."""
 
 
 class ProductReplacement(TorchFunctionMode):
-    """Does every product of plain tensors by `multiply`, where it wants both factors."""
+    """A function mode that computes products of plain tensors by `multiply`, if `wants` accepts both."""
 
     def __init__(self, multiply: Multiply, wants: Callable[[torch.Tensor], bool]) -> None:
         super().__init__()
@@ -185,7 +187,7 @@ def _multiply_noting(
     right: torch.Tensor,
     what: str,
 ) -> torch.Tensor:
-    """Multiply, and note in `found` how large the product's sums become, on their way and at the end."""
+    """Multiply in fp32, and record in `found` the largest partial, final and group sums."""
     sizes: list[torch.Tensor] = []
 
     def note(part: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -204,7 +206,7 @@ def _multiply_noting(
 
 
 def _sum_in_pieces(left: torch.Tensor, right: torch.Tensor, each: After) -> torch.Tensor:
-    """Apply `sum_groups` to a few rows at a time; only the result is a large tensor."""
+    """Apply `sum_groups` to a few rows of `left` at a time, so that only the result is a large tensor."""
     rows = _count_rows(left, right.shape[-1])
     if left.dim() < 2 or rows >= left.shape[-2]:
         return sum_groups(left, right, each)
@@ -218,12 +220,12 @@ def _sum_in_pieces(left: torch.Tensor, right: torch.Tensor, each: After) -> torc
 
 
 def _count_rows(left: torch.Tensor, columns: int) -> int:
-    """Return the number of a product's rows that make a piece."""
+    """Return how many rows of a product to compute at a time, for at most `PIECE` sums."""
     return max(1, PIECE // max(1, math.prod(left.shape[:-2]) * columns))
 
 
 def sum_groups(left: torch.Tensor, right: torch.Tensor, each: After) -> torch.Tensor:
-    """Compute a product in fp32 as a sum over groups; apply `each` to the sum after every group."""
+    """Compute a matrix product in fp32 group by group; replace the sum by `each` after every group."""
     left, right = left.float(), right.float()
     total: torch.Tensor | None = None
     for start in range(0, left.shape[-1], GROUP):
@@ -258,7 +260,7 @@ def _convolve(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> torch.Tensor:
-    """Compute a convolution as products of the windows that its kernel covers, a few of them at a time."""
+    """Compute a convolution as matrix products over its input windows, a few windows at a time."""
     rank = weight.dim() - 2
     batched = given if given.dim() == rank + 2 else given[None]
     strides, dilations = (_repeat(x, rank) for x in (stride, dilation))
@@ -286,7 +288,7 @@ def _convolve(
 
 
 def _repeat(value: int | Sequence[int], rank: int) -> list[int]:
-    """Return a size for each dimension, of which one may stand for all."""
+    """Return a size for each of `rank` dimensions; a single size is repeated."""
     sizes = [value] if isinstance(value, int) else [*value]
     return sizes * rank if len(sizes) == 1 else sizes
 
@@ -315,11 +317,12 @@ def _attend(
     is_causal: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """Compute attention with scores summed first and scaled afterwards, as fused kernels do.
+    """Compute attention with scores that are scaled after their summation, as in fused kernels.
 
-    `options` are `scale` and `enable_gqa`, as of PyTorch's own function.
+    A few queries are processed at a time, so that memory doesn't grow with the square of their number.
 
-    A few queries at a time, so that memory does not grow with the square of their number.
+    Args:
+        options: `scale` and `enable_gqa`, as of `scaled_dot_product_attention`.
     """
     if options.get("enable_gqa"):
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))

@@ -1,11 +1,11 @@
-"""A call's arguments with other tensors in them, in the lists and mappings that the caller gave.
+"""Replacement of the tensors in a call's arguments, inside the caller's own lists and mappings.
 
-Modules write into lists that they are given: the autoencoders of Wan and Qwen-Image keep the frames of
-the chunk before in `feat_cache` and count in `feat_idx`. A copy of such a list would lose what they
-write. So a list or mapping stays the caller's own: tensors in it are replaced there for the call, and
-put back afterwards where the module did not write. Tuples and the call's own keywords are made anew.
+Modules write into lists that they receive: the autoencoders of Wan and Qwen-Image cache the frames of the
+previous chunk in `feat_cache` and count in `feat_idx`. In a copy of such a list, these would be lost. So
+the caller's list or mapping itself is passed: its tensors are replaced for the call, and restored
+afterwards unless the module overwrote them. Tuples and the keyword arguments are copied.
 
-Not covered: tensors in attributes of other objects (a `DynamicCache`): they stay as they are.
+Not covered: tensors in attributes of other objects (a `DynamicCache`), which aren't replaced.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 from stopdown.interception.patches import Patches
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""Gives the tensor itself where nothing is to be changed."""
+"""A function from a tensor to its replacement, which may be the tensor itself."""
 
 Keeps = Callable[[str], bool]
-"""Whether the argument of this name stays as it is, whatever it holds."""
+"""A predicate on an argument's name: whether its tensors aren't replaced."""
 
 
 Replaced = tuple[Any, Any, Any, Any]
-"""A caller's list or mapping, a key of it, what is there, and what is there during the call."""
+"""A caller's list or mapping, a key in it, the original item, and the item during the call."""
 
 
 def replace_tensors(
@@ -40,12 +40,16 @@ def replace_tensors(
     names: Iterable[str] = (),
     keeps: Keeps = lambda name: False,
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Replaced]]:
-    """Return a call's arguments with changed tensors, and the replacements for `put_back` to undo.
+    """Replace the tensors in a call's arguments.
 
     Args:
-        rest: changes the tensors behind the first; None is `change` for all.
+        change: returns the replacement of a tensor.
+        rest: replaces all tensors but the first; None applies `change` to all.
         names: of the positional arguments, in order.
-        keeps: whether the argument, or the item of a mapping, of this name stays unchanged.
+        keeps: whether the argument or the mapping's item of this name stays unchanged.
+
+    Returns:
+        The new positional and keyword arguments, and the replacements for `put_back` to undo.
     """
     if rest is not None:
         changes = itertools.chain((change,), itertools.repeat(rest))
@@ -64,7 +68,7 @@ def replace_tensors(
 
 
 def put_back(replaced: list[Replaced]) -> None:
-    """Restore the items of a caller's lists and mappings, except those that the call wrote."""
+    """Restore the items of a caller's lists and mappings, except those that the call has overwritten."""
     for container, key, before, during in reversed(replaced):
         try:
             is_ours = container[key] is during
@@ -106,10 +110,11 @@ def _replace_items(
 def hook_arguments(
     module: torch.nn.Module, change: Change, patches: Patches, *, rest: Change | None = None
 ) -> None:
-    """Change the tensors that a module is called with, until `patches` is undone.
+    """Hook a module to replace the tensors in its arguments at each call, until `patches` is undone.
 
     Args:
-        rest: changes the tensors behind the first; None is `change` for all.
+        change: returns the replacement of a tensor.
+        rest: replaces all tensors but the first; None applies `change` to all.
     """
     running: list[list[Replaced]] = []  # of the calls that run, the innermost last
     before = partial(_enter, change, rest, running)

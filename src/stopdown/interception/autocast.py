@@ -1,8 +1,8 @@
-"""Autocast around calls: read, and left where casts of its own would undo what a module needs.
+"""Autocast state: read it, disable it around modules that it would break, and watch code that enters it.
 
-Under `torch.autocast` weights are fp32 and products run in 16 bits. Exponents are found and put on
-outside of it, where the same products have the same values; what has to stay in fp32 would
-otherwise be cast down again. Code may also enter autocast by itself, around a call or inside of a module.
+Under `torch.autocast`, weights are fp32 and products run in 16 bits. Exponents are found and applied
+outside of it, because it would cast down what has to stay in fp32. Code may also enter autocast by
+itself, around a call or inside of a module.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 from stopdown.interception.patches import CHANGING, Patches
 
 _TYPES = ("cpu", "cuda", "mps", "xpu")
-"""Device types whose autocast PyTorch has."""
+"""Device types for which PyTorch has autocast."""
 
 
 def list_autocast() -> tuple[str, ...]:
-    """List the device types whose autocast is on."""
+    """List the device types for which autocast is enabled."""
     return tuple(filter(torch.is_autocast_enabled, _TYPES))
 
 
 def read_autocast(module: torch.nn.Module) -> torch.dtype | None:
-    """Return autocast's dtype for a module's products; None if it is off or the weights are no wider."""
+    """Return the dtype in which autocast runs a module's products; None if it's off or not narrower."""
     weight = next((x for x in module.parameters() if x.is_floating_point()), None)
     if weight is None or weight.device.type not in list_autocast():
         return None
@@ -37,7 +37,7 @@ def read_autocast(module: torch.nn.Module) -> torch.dtype | None:
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Turn off every active autocast inside the block."""
+    """Disable autocast for all device types inside the block."""
     with contextlib.ExitStack() as stack:
         for kind in list_autocast():
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -53,15 +53,15 @@ class _Watcher:
 
 _PATCHES = Patches()
 _WATCHERS: list[_Watcher] = []
-"""Of all threads, which may leave in any order: the class is patched from the first to the last."""
+"""The active watchers of all threads; `torch.autocast` is patched while there are any."""
 
 
 @contextlib.contextmanager
 def watched_autocast(*, is_off: bool = False) -> Iterator[list[torch.dtype]]:
-    """Collect the dtypes of autocasts that code of this thread enters by itself inside the block.
+    """Yield a list that collects the dtypes of autocasts which this thread's code enters in the block.
 
     Args:
-        is_off: disable autocast that the code enters: fp32 values stay fp32.
+        is_off: disable these autocasts, so that fp32 values stay fp32.
     """
     watcher = _Watcher(threading.get_ident(), is_off)
     with CHANGING:
@@ -95,7 +95,7 @@ def _watch(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def leave_autocast(module: torch.nn.Module, patches: Patches) -> None:
-    """Have a module's calls run outside of autocast, until `patches` is undone."""
+    """Hook a module so that its calls run without autocast, until `patches` is undone."""
     running: list[contextlib.ExitStack] = []  # of the calls that run, the innermost last
 
     def enter(part: Any, args: Any) -> None:

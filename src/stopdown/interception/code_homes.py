@@ -1,4 +1,4 @@
-"""Whose code a function, a hook or a callable object is: ours, a library's or a user's."""
+"""Classification of functions, hooks and callables by origin: Stopdown, a library, or the user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OWN = "stopdown."
 
 
 def find_home(value: Any) -> str:
-    """Return the Python module with the code of a function, property or callable object, and a dot."""
+    """Return the Python module that defines a function, property or callable, with a trailing dot."""
     value = _unwrap(value.fget if isinstance(value, property) else value)
     value = getattr(value, "__func__", value)
     if isinstance(value, FunctionType):
@@ -18,9 +18,10 @@ def find_home(value: Any) -> str:
 
 
 def is_from(value: Any, homes: tuple[str, ...]) -> bool:
-    """Return whether a hook's code, and the class that it is bound to if any, are from these modules.
+    """Return whether a hook is defined in certain Python modules, by prefixes such as `diffusers.`.
 
-    A library's method may call code of the user's class that overrides another method.
+    If it's a bound method, its object's class must be too, because the user's subclass of a library's class
+    may override what the method calls.
     """
     bound = getattr(_unwrap(value), "__self__", None)
     is_bound = bound is None or f"{type(bound).__module__}.".startswith(homes)
@@ -28,7 +29,7 @@ def is_from(value: Any, homes: tuple[str, ...]) -> bool:
 
 
 def is_own(value: Any) -> bool:
-    """Return whether a hook is one of Stopdown's."""
+    """Return whether a hook is Stopdown's own."""
     return is_from(value, (OWN,))
 
 

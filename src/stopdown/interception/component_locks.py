@@ -1,10 +1,10 @@
-"""Calls of one module by several threads, and the thread that changes it: never both at once.
+"""Locks that keep a thread from changing a module while other threads call it.
 
-A repair folds exponents into weights and hooks modules; another thread would meet it half done. So it
-waits until the calls that other threads make of the module are over, and new ones wait for it.
-A module has one lock, however many guards it has.
+A repair folds exponents into weights and hooks modules; another thread must not run a half-repaired
+module. So the repair waits until other threads' calls of the module have finished, and new calls wait for
+the repair. A module has one lock, however many guards it has.
 
-Not covered: calls of a part of the module by itself.
+Not covered: calls of a submodule by itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 _ONE_CHANGE = threading.RLock()
-"""Held while a module is changed: captures of two threads at once disturb each other."""
+"""Held while any module is changed, because simultaneous captures in two threads disturb each other."""
 
 
 class _Thread(threading.local):
@@ -34,12 +34,12 @@ def _ignore() -> None: ...
 
 
 class ComponentLock:
-    """Who calls a module, and who changes it.
+    """A lock on a module: shared by threads that call it, exclusive for a thread that changes it.
 
     Attributes:
-        begin: called before the first of the calls that run at once, except for replays of a thread that
-            changes the module.
-        end: called after the last of them, whoever began it.
+        begin: called when the first of overlapping calls begins, except for replays by a thread that is
+            changing the module.
+        end: called when the last of overlapping calls ends, in any thread.
     """
 
     def __init__(self) -> None:
@@ -52,9 +52,9 @@ class ComponentLock:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Hold a place among the module's calls during a call of this thread.
+        """Hold the shared lock during a call of this thread; wait while another thread changes the module.
 
-        The thread that changes a module does not wait for one that will change another after it.
+        A thread that is changing any module doesn't wait.
         """
         own = threading.get_ident()
         with self._turn:
@@ -78,7 +78,7 @@ class ComponentLock:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Count what calls of several threads did, one at a time; wait for nothing inside."""
+        """Hold the lock's mutex inside a short block that records results of calls; it must not wait."""
         with self._turn:
             yield
 
@@ -89,9 +89,10 @@ class ComponentLock:
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[None]:
-        """Own the module inside the block: no other thread calls it.
+        """Hold the lock exclusively inside the block: wait until no other thread calls the module.
 
-        Inside of a call of this thread the call rests meanwhile: others that wait in theirs come first.
+        If this thread is inside a call of the module, that call doesn't count meanwhile, so that several
+        threads that wait inside calls don't deadlock.
         """
         own = threading.get_ident()
         with self._turn:
@@ -115,7 +116,7 @@ class ComponentLock:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Change the module inside the block: no other thread calls it, and none changes any."""
+        """Hold the lock for a change: no other thread calls the module, or changes any module."""
         with self.owned(), _ONE_CHANGE:
             before, _thread.is_changing = _thread.is_changing, True
             try:

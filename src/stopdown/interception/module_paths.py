@@ -1,9 +1,9 @@
-"""Which module of a component is running.
+"""`ModulePaths`: the stack of the submodules that are running in a component's call.
 
-Hooks on every submodule keep the dotted paths of those that were entered and not yet left, in the thread
-that put the hooks on.
+Hooks on every submodule record the paths of those that were entered and not yet left, for the thread that
+registered the hooks.
 
-Not covered: modules whose `forward` is called by its name.
+Not covered: modules whose `forward` is called directly.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from stopdown.interception.patches import Patches
 
 OWN_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
-"""What every module holds as a module; all else is its class's, or was set on it."""
+"""Attributes that every `torch.nn.Module` has; others belong to a class, or were set on an instance."""
 
 
 def list_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """List a module and all modules inside it, each once; in a fifth of the time of `module.modules()`."""
+    """List a module and all of its submodules, each once, in a fifth of the time of `module.modules()`."""
     found, waiting = {id(module): module}, [module]
     while waiting:
         for child in waiting.pop()._modules.values():
@@ -33,12 +33,11 @@ def list_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 class ModulePaths:
-    """The modules that run, until `patches` is undone.
+    """The paths of a component's running submodules, recorded by hooks until `patches` is undone.
 
     Args:
-        on_enter: told of each path, when it is the innermost.
-        on_leave: told of each path and what its module returned, None where it raised, when it is not
-            any more.
+        on_enter: called with the path of each submodule after it was pushed on the stack.
+        on_leave: called with the path and the output (None after an exception) after it was popped.
 
     Attributes:
         stack: paths, the innermost last; "" is the component itself.
@@ -62,7 +61,7 @@ class ModulePaths:
 
     @property
     def current(self) -> str:
-        """The innermost path."""
+        """The path of the innermost running module."""
         return self.stack[-1]
 
     def _enter(self, path: str, *_: Any) -> None:

@@ -1,8 +1,8 @@
-"""What modules keep in a dtype outside of their weights, which follows when these are cast.
+"""Dtypes that modules keep outside of their weights, updated when the weights are cast.
 
-An attribute `dtype`: code casts to it what it makes. Tensors in plain attributes, made in the 16 bits that
-a module was built in, as the bounding box of Shap-E's renderer is: beside weights of another format they
-are mixed dtypes. Tables in fp32 are meant to stay exact, and are left alone.
+These are attributes `dtype`, to which code casts new tensors, and tensors in plain attributes with the 16
+bits in which a module was built, such as the bounding box of Shap-E's renderer. With weights in another
+format, they would lead to mixed dtypes. Tables in fp32 are meant to be exact and stay so.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from stopdown.interception.randomness import HALVES
 
 
 def list_own_dtypes(module: torch.nn.Module) -> frozenset[torch.dtype]:
-    """Return the dtypes of a module's floating parameters: some may be fp32 beside others in 16 bits."""
+    """Return the set of dtypes of a module's floating parameters."""
     return frozenset(x.dtype for x in module.parameters() if x.is_floating_point())
 
 
 def set_own_dtypes(
     module: torch.nn.Module, before: frozenset[torch.dtype], dtype: torch.dtype, patches: Patches
 ) -> None:
-    """Let the plain attributes of modules follow when their weights are cast.
+    """Update modules' `dtype` attributes and 16-bit tensor attributes after their weights were cast.
 
-    Code of SAT, ComfyUI and TRELLIS casts the tensors that it makes to the attribute `dtype`.
+    Code of SAT, ComfyUI and TRELLIS casts new tensors to the attribute `dtype`.
 
     Args:
-        before: the dtypes that their parameters had.
+        before: dtypes of the parameters before the cast; attributes in others stay.
+        dtype: the new one.
     """
     for part in module.modules():
         if vars(part).get("dtype") in before and next(part.parameters(), None) is not None:

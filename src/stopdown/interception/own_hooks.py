@@ -1,9 +1,9 @@
-"""Changes of a module's arguments and outputs that belong to it as its weights do: casts, powers of two.
+"""Hooks that belong to a module as its weights do: casts and power-of-two scalings of inputs and outputs.
 
-They are hooks, so that compiled code, copies and calls without a layer have them. But hooks run around all
-layers on `forward`: a guard there would check another output than its caller gets, and a call that began
-before they were put on would go without them, or have them twice. So what is innermost beneath the layers
-(`run_with_hooks`) runs them there, and the hooks of that call leave its arguments and output alone.
+They are registered as forward hooks, so that compiled code, copies and calls without layers run them. But
+forward hooks run outside of all layers on `forward`: a guard there would check another output than its
+caller gets, and a call during which they are registered would run them never or twice. So below the layers,
+`run_with_hooks` runs them, and the registered hooks do nothing in that call.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
 
 Hook = Callable[[torch.nn.Module, Any, Any], Any]
-"""A forward hook: given the module, its positional arguments and its output; None leaves the output."""
+"""A forward hook from module, positional arguments and output to a new output; None keeps the output."""
 
 _OWN = "stopdown_own_hooks"
-"""Attribute of a module under which its own hooks are found."""
+"""Name of the module attribute that holds its own hooks."""
 
 
 class _Done(threading.local):
-    """The modules whose hooks a call of this thread has run beneath the layers."""
+    """The modules whose hooks `run_with_hooks` has run already in this thread's current call."""
 
     def __init__(self) -> None:
         self.modules = WeakSet[torch.nn.Module]()
@@ -44,7 +44,7 @@ _done = _Done()
 
 
 class _OwnHooks:
-    """What one module has; a copy of the module has a copy of them, for good."""
+    """The own hooks of one module; a copy of the module has a copy of them that stays."""
 
     def __init__(self) -> None:
         self.__setstate__({"changes": [], "hooks": []})
@@ -70,7 +70,7 @@ class _OwnHooks:
 def hook_own_output(
     module: torch.nn.Module, hook: Hook, patches: Patches, *, prepend: bool = False
 ) -> None:
-    """Change a module's output by a hook, until `patches` is undone.
+    """Register an own hook that changes a module's output, until `patches` is undone.
 
     Args:
         prepend: run the hook before others.
@@ -84,11 +84,11 @@ def hook_own_output(
 def hook_own_arguments(
     module: torch.nn.Module, change: Change, patches: Patches, *, rest: Change | None = None
 ) -> None:
-    """Change the tensors that a module is called with, until `patches` is undone.
+    """Register own hooks that change the tensors in a module's arguments, until `patches` is undone.
 
     Args:
-        change: a cast: beneath layers it is made once more.
-        rest: the cast of the tensors behind the first; None is `change` for all.
+        change: a cast, because it may be applied twice.
+        rest: the cast of all tensors but the first; None applies `change` to all.
     """
     hook_arguments(module, change, patches, rest=rest)
     own = _find_own(module)
@@ -98,7 +98,7 @@ def hook_own_arguments(
 def run_with_hooks(
     owner: torch.nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Call a module's `forward`, beneath all layers, with the hooks that it has by now."""
+    """Call a module's `forward` below all layers, with the own hooks that are registered at this moment."""
     own: _OwnHooks | None = vars(owner).get(_OWN)
     if own is None:
         return original(*args, **kwargs)
@@ -135,7 +135,7 @@ def _begin(module: torch.nn.Module, args: Any) -> None:
 
 
 def _run_once(hook: Hook, module: torch.nn.Module, args: Any, output: Any) -> Any:
-    """Run a hook, unless it ran beneath the layers already; compiled code bypasses those."""
+    """Run an own hook, unless `run_with_hooks` ran it already, which compiled code bypasses."""
     if is_traced() or module not in _done.modules:
         return hook(module, args, output)
     return None

@@ -1,10 +1,9 @@
-"""The undo stack: the only way anything is put on a pipeline, a module or an object.
+"""The undo stack: all changes to pipelines, modules and other objects go through it.
 
-Every change is recorded with what was there before, "absent" included, and is taken back in reverse
-order. Undoing twice is harmless. Values of tensors that are changed in place are kept as clones.
+Every change is recorded with the earlier state, including "absent", and undone in reverse order. Undoing
+twice is harmless. The old values of tensors that are changed in place are kept as clones.
 
-Not covered: what others change on the same object meanwhile: their change is overwritten when it sits on
-the same attribute.
+Not covered: other code's changes to the same attribute in the meantime, which are overwritten.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from typing import Any, Self
 import torch
 
 Place = tuple[slice, ...]
-"""What of a tensor is meant, as in indexing it: all of it, some rows, or some columns."""
+"""An index into a tensor: `()` for all of it, or slices for some rows or columns."""
 
 CHANGING = threading.RLock()
-"""Held for the moment in which what threads share is changed: layers, classes, functions of libraries."""
+"""Held while state that threads share is changed: layers, classes, functions of libraries."""
 
 _ABSENT = object()
 
 
 class Patches:
-    """A stack of changes that come off in reverse order, also as a context manager."""
+    """A stack of changes that are undone in reverse order; also a context manager."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
@@ -38,7 +37,7 @@ class Patches:
         self._undo.append(lambda: _restore(vars(target), name, before))
 
     def set_class_attribute(self, target: type, name: str, value: object) -> None:
-        """Set an attribute of a class; undoing restores it, or removes it where it was inherited."""
+        """Set an attribute of a class; undoing restores it, or removes it if it was inherited."""
         before = vars(target).get(name, _ABSENT)
         setattr(target, name, value)
         restore = (
@@ -49,7 +48,7 @@ class Patches:
         self._undo.append(restore)
 
     def remove_attribute(self, target: object, name: str) -> None:
-        """Remove an attribute from the instance's own `__dict__`; undoing puts it back."""
+        """Remove an attribute from the instance's own `__dict__`; undoing restores it."""
         before = vars(target).pop(name, _ABSENT)
         self._undo.append(lambda: _restore(vars(target), name, before))
 
@@ -60,9 +59,9 @@ class Patches:
         self._undo.append(lambda: _restore(target, key, before))
 
     def write_tensor(self, target: torch.Tensor, value: torch.Tensor, place: Place = ()) -> None:
-        """Overwrite a tensor's values, or those at some place, in place; undoing restores every bit.
+        """Overwrite a tensor's values in place, all or those at an index; undoing restores every bit.
 
-        Cost: a copy of the tensor until it is undone.
+        Cost: a copy of the old values until undone.
         """
         before = _take(target, place).detach().clone()
         _rewrite(target, value, place)
@@ -71,11 +70,11 @@ class Patches:
     def scale_tensor(
         self, target: torch.Tensor, exponent: int | torch.Tensor, place: Place = ()
     ) -> None:
-        """Multiply a tensor, or one place in it, in place by `2**exponent`.
+        """Multiply a tensor, or a part of it, in place by `2**exponent`.
 
-        Several exponents are spread over the tensor as in any arithmetic. The values are kept only
-        when multiplying back would not restore every bit. Undoing acts on what the tensor holds by
-        then, so a parameter that was cast meanwhile is scaled back too.
+        A tensor of exponents is broadcast. The old values are kept only if multiplying back wouldn't
+        restore every bit. Undoing scales the tensor's values at that time, so it works for a parameter
+        that was cast in the meantime.
         """
         if isinstance(exponent, int) and exponent == 0:
             return
@@ -88,11 +87,11 @@ class Patches:
             self.write_tensor(target, scaled, place)
 
     def defer(self, undo: Callable[[], object]) -> None:
-        """Record any other change by the call that takes it back."""
+        """Record any other change by the function that undoes it."""
         self._undo.append(undo)
 
     def undo(self) -> None:
-        """Take every change back, newest first. A second call does nothing."""
+        """Undo every change, newest first. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
@@ -107,7 +106,7 @@ class Patches:
 
 
 class SameInCopies:
-    """Stays itself when what holds it is copied: hooks name it, and it serves the original alone."""
+    """Base class of objects that `copy.deepcopy` doesn't copy, because they belong to the original only."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""The state of random numbers before a call, so that the same call draws the same ones again."""
+"""Saving and restoring the state of random generators, so that a repeated call draws the same numbers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class RandomSource(NamedTuple):
-    """One source of random numbers: how its state is read, and put back."""
+    """A random generator: functions that read and restore its state."""
 
     read: Callable[[], torch.Tensor]
     put: Callable[[torch.Tensor], object]
 
 
 def find_random(device: torch.device, arguments: Iterable[Any]) -> list[RandomSource]:
-    """List the generators a call may draw from: the CPU's, the device's, and given ones in order."""
+    """List the generators that a call may draw from: the CPU's, the device's, and its arguments'."""
     sources = [RandomSource(torch.get_rng_state, torch.set_rng_state)]
     if device.type not in ("cpu", "meta"):
         module = torch.get_device_module(device)
@@ -44,7 +44,9 @@ def find_random(device: torch.device, arguments: Iterable[Any]) -> list[RandomSo
 
 
 def save_random(device: torch.device, arguments: Mapping[Any, Any]) -> Restore:
-    """Return a function that restores the present state of the CPU's, device's and given generators.
+    """Return a function that restores the current states of the generators that a call may draw from.
+
+    These are the CPU's, the device's, and those among the arguments.
 
     Cost: a copy of about 5 KB on the host; no operation on the device.
     """
@@ -61,7 +63,7 @@ def save_random(device: torch.device, arguments: Mapping[Any, Any]) -> Restore:
 def kept_random(
     module: torch.nn.Module, args: Iterable[object], kwargs: Mapping[str, object]
 ) -> Iterator[None]:
-    """Put back the random numbers that a call draws: of the CPU, of the device, of given generators.
+    """Restore the states of all generators that a module's call may draw from, after the block.
 
     Cost: a copy of about 5 KB on the host.
     """
@@ -77,7 +79,7 @@ def kept_random(
 
 @contextlib.contextmanager
 def seeded_generators(seed: int) -> Iterator[None]:
-    """Seed PyTorch's own generators; put those of the CPU and of the current device back afterwards."""
+    """Seed PyTorch's generators inside the block; restore the CPU's and current device's afterwards."""
     kind, device = torch.accelerator.current_accelerator(), torch.device("cpu")
     if (
         kind
@@ -95,10 +97,10 @@ def seeded_generators(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_noise() -> Iterator[None]:
-    """Give a seed the same noise in each format: the CPU's fp32 values of `torch.randn`, rounded.
+    """Let `torch.randn` on the CPU draw the same noise in fp16 and bf16 as in fp32, rounded.
 
-    PyTorch draws other numbers in fp16 and bf16 (2.11.0), or other ones at the end of a tensor whose size
-    is no multiple of 16 (2.13.0).
+    By itself, PyTorch draws other numbers in 16 bits (2.11.0), or other ones at the end of a tensor whose
+    size isn't a multiple of 16 (2.13.0).
     """
     draw = torch.randn
 

@@ -1,4 +1,4 @@
-"""Whether a call is traced: a compiler or an exporter runs the code then, and no tensor holds values."""
+"""Detection of traced code: run by a compiler or exporter, on tensors without values."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch._guards import TracingContext
 
 CALLS_REPLACED = threading.RLock()
-"""Held while `torch.nn.Module.__call__` is replaced or put back: by a tracer, or for a listener."""
+"""Held while `torch.nn.Module.__call__` is replaced or restored, by a tracer or for a listener."""
 
 
 def is_traced() -> bool:
     """Return whether the code that this thread runs is being traced.
 
-    `torch.compiler.is_compiling` alone is true in every thread of a process while one of them exports.
+    `torch.compiler.is_compiling` isn't enough: it's true in every thread while any one of them exports.
     """
     if torch.compiler.is_dynamo_compiling():
         return True

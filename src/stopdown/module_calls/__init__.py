@@ -1,1 +1,1 @@
-"""One call of a module as a value, what is put around it, and the state that it begins from."""
+"""Calls of modules as values, layers around them, their signatures, and the state that they start from."""

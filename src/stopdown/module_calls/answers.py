@@ -1,4 +1,4 @@
-"""Values that a call's code reads from its tensors, as part of its signature."""
+"""Tensor values that a call's Python code reads and may branch on, as part of the call's signature."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 
 
 def add_answers(signature: str, answers: Iterable[tuple[str, Any]]) -> str:
-    """Add the answers to a call's questions to its signature: `forward(x[2d], reads 4)`.
+    """Add the tensor values that a call's code has read to its signature: `forward(x[2d], reads 4)`.
 
-    Long answers are hashed. Answers to tests for NaN and Inf are left out.
+    A long list of values is hashed. Results of tests for NaN and Inf are left out.
+
+    Args:
+        answers: pairs of the operation that read a value (such as `item`) and the value.
     """
     words = " ".join(str(x) for question, x in answers if not question.endswith(OF_TEST))
     if not words:
@@ -22,12 +25,12 @@ def add_answers(signature: str, answers: Iterable[tuple[str, Any]]) -> str:
 
 
 def strip_answers(signature: str) -> str:
-    """Remove the answers that `add_answers` added to a signature."""
+    """Remove the read values that `add_answers` added to a signature."""
     return _READS.sub(")", signature)
 
 
 def reads_values(signature: str) -> bool:
-    """Return whether the code asked tensors for values in calls of a signature."""
+    """Return whether a signature contains tensor values that the call's code has read."""
     return strip_answers(signature) != signature
 
 

@@ -1,7 +1,7 @@
-"""One call of a component as a value: what is called, with which arguments.
+"""`ComponentCall`: one call of a component as a value, with its target and arguments.
 
-Layers, recordings, replays and dry runs all hand on a `ComponentCall`. Whether an argument keeps its dtype
-at a boundary is asked of the call (`keeps`); how nested tensors are changed, signed and cast stands here.
+Layers, recordings, replays and dry runs all pass on a `ComponentCall`. It decides which arguments keep
+their dtype between components (`keeps`). This module also changes, signs and casts nested tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from stopdown.numerics import (
 )
 
 PlainCall = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
-"""What is called, and with which arguments: a call of which no component is known."""
+"""A call without its component: function, positional and keyword arguments."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,8 +43,8 @@ class ComponentCall:
     """One call of a component, or of another method that is intercepted.
 
     Attributes:
-        below: what a layer calls to go on: the next layer inwards, at last the method itself.
-        made_up: the program did not make this call; it was derived from another one.
+        below: the function that continues the call: the next layer inwards, finally the method itself.
+        made_up: whether the call was derived from another one, and not made by the program.
     """
 
     callee: Callee
@@ -59,19 +59,19 @@ class ComponentCall:
 
     @property
     def key(self) -> str:
-        """The signature that calls with one graph share: method, shapes, dtypes and plain arguments."""
+        """The signature that calls with the same graph share: method, shapes, dtypes, plain arguments."""
         return f"{self.callee.method}|{sign_arguments(self.args, self.kwargs)}"
 
     def proceed(self) -> Any:
-        """Go on with the call below the layer that was given it."""
+        """Continue the call in the next layer inwards, and return its output."""
         assert self.below is not None
         return self.below(*self.args, **self.kwargs)
 
     def proceed_with(self, change: Change, keeps: Keeps) -> Any:
-        """Go on with every tensor changed, except in arguments whose names `keeps` accepts.
+        """Continue the call with every tensor changed, except in arguments whose names `keeps` accepts.
 
-        A caller's lists and mappings are restored when the call is over, except where the component wrote
-        into them.
+        The caller's lists and mappings are restored after the call, except for items that the component
+        replaced.
         """
         assert self.below is not None
         args, kwargs, replaced = replace_tensors(
@@ -85,14 +85,14 @@ class ComponentCall:
     def proceed_in(
         self, dtype: torch.dtype, leaves: Collection[str] = (), wide: Collection[int] = ()
     ) -> Any:
-        """Go on with floating arguments cast to `dtype`, and outputs cast back (`bring_back`).
+        """Continue the call with floating arguments cast to `dtype`, and cast its outputs back.
 
-        A decoder's output is not cast back: it is the picture, and nothing computes with it. Arguments
-        that the call `keeps` are not cast.
+        Arguments that the call `keeps` aren't cast. The output is cast as by `bring_back`, except that of a
+        decoder, which is the picture and isn't computed with.
 
         Args:
-            leaves: names of further arguments that are not cast.
-            wide: numbers of the outputs that its code returns in fp32 by itself.
+            leaves: names of further arguments that aren't cast.
+            wide: indices of the output tensors that the component's code returns in fp32 by itself.
         """
         came_as = self.came_as
         output = self.proceed_with(
@@ -104,15 +104,15 @@ class ComponentCall:
 
     @property
     def came_as(self) -> torch.dtype | None:
-        """The dtype of its floating arguments."""
+        """The dtype of the first floating argument that is cast; None without one."""
         return find_float_dtype(self.named, self.keeps)
 
     def list_beyond(self, dtype: torch.dtype) -> list[str]:
-        """Return the names of arguments with finite values that a dtype cannot hold.
+        """Return the names of arguments whose finite values would overflow in a dtype.
 
-        Masks are left out: what hides a score stays finite when it is cast.
+        Masks are left out, because their casts keep them finite.
 
-        Cost: for arguments that are cast to fp16, a host read of each that was not looked at before.
+        Cost: if `dtype` is fp16, a host read for each argument tensor that wasn't checked before.
         """
         named = self.named.items() if dtype == torch.float16 else ()
         return [
@@ -124,7 +124,7 @@ class ComponentCall:
 
     @property
     def is_given_finite(self) -> bool:
-        """Whether its arguments hold no NaN and no Inf; -Inf in a mask hides a score.
+        """Whether the arguments hold no NaN and no Inf, except for -Inf in masks.
 
         Cost: a host read for each floating argument.
         """
@@ -135,7 +135,7 @@ class ComponentCall:
         )
 
     def bring_to_finite(self) -> ComponentCall:
-        """Return the call with 0 in the place of NaN and Inf, so that ranges can be measured.
+        """Return the call with NaN and Inf replaced by 0, so that ranges can be measured.
 
         Cost: a host read for each floating argument.
         """
@@ -147,16 +147,16 @@ class ComponentCall:
         return replace(self, args=tuple(args), kwargs=kwargs)
 
     def begin_again(self, module: torch.nn.Module | None = None) -> Any:
-        """Make the call again from outside of all layers; of another module if one is given."""
+        """Repeat the call through all layers, on another module if one is given."""
         owner = self.callee.owner if module is None else module
         return self.callee.bind(owner)(*self.args, **self.kwargs)
 
     def keeps(self, name: str) -> bool:
-        """Return whether the argument of this name keeps its dtype at a boundary: times and positions."""
+        """Return whether an argument isn't cast between components, like timesteps and positions."""
         return is_kept(name, self.callee.keeps)
 
     def place(self, module: torch.nn.Module) -> PlainCall:
-        """Return the call of this module in the callee's place, with the arguments on its device."""
+        """Return the same call of another module (function, args, kwargs), with tensors on its device."""
         device = next(itertools.chain(module.parameters(), module.buffers())).device
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda x: x.to(device), (self.args, self.kwargs)
@@ -164,18 +164,18 @@ class ComponentCall:
         return self.callee.bind(module), args, kwargs
 
     def save(self, module: torch.nn.Module, device: torch.device) -> tuple[Restore, ...]:
-        """Keep the random numbers and step caches that the call draws and changes.
+        """Save the states of random generators and step caches, which the call changes.
 
         Returns:
-            Functions that put them back.
+            Functions that restore them.
         """
         return save_random(device, self.kwargs), save_caches(module)
 
 
 class HeldContainers:
-    """What lists, sets, mappings and objects among a call's arguments hold before it: a call may fill them.
+    """A snapshot of the lists, sets, dicts and objects among a call's arguments, which the call may fill.
 
-    An object, such as a cache of keys and values, is kept as the mapping of its attributes.
+    Of an object, such as a key/value cache, the dict of its attributes is saved. Tensors aren't copied.
     """
 
     def __init__(self, call: ComponentCall) -> None:
@@ -188,17 +188,17 @@ class HeldContainers:
 
     @property
     def has_objects(self) -> bool:
-        """Whether objects are among the arguments that a call may write to."""
+        """Whether the arguments contain objects with attributes that a call may set."""
         return bool(self._objects)
 
     @property
     def has_kept_tensors(self) -> bool:
-        """Whether such objects hold tensors already."""
+        """Whether objects among the arguments held tensors before the call."""
         return any(True for x in self._objects for _ in iterate_tensors(x))
 
     @property
     def is_filled(self) -> bool:
-        """Whether the call put tensors into these containers."""
+        """Whether the call has put new tensors into the containers."""
         known = {id(x) for _, held in self._containers for x in _list_items(held)}
         return any(
             id(x) not in known and any(True for _ in iterate_tensors(x))
@@ -207,7 +207,7 @@ class HeldContainers:
         )
 
     def restore(self) -> None:
-        """Restore the earlier contents of the lists, sets and dicts."""
+        """Restore the contents that lists, sets, dicts and objects had before the call."""
         for container, held in self._containers:
             if list(map(id, _list_items(container))) != list(map(id, _list_items(held))):
                 container.clear()
@@ -243,18 +243,18 @@ def _list_objects(value: Any) -> Iterator[Any]:
 
 
 def _is_object(value: Any) -> bool:
-    """Return whether a value has attributes that code may set: no tensor, module, type or function."""
+    """Return whether a value is a plain object with attributes: no tensor, module, type or function."""
     plain = (torch.Tensor, torch.nn.Module, type, torch.Generator, enum.Enum)
     return hasattr(value, "__dict__") and not (isinstance(value, plain) or callable(value))
 
 
 def is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:
-    """Return whether an argument of this name keeps its dtype: times and positions do."""
+    """Return whether an argument of this name keeps its dtype, by glob patterns such as `*timestep*`."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in keeps)
 
 
 def is_mask(name: str) -> bool:
-    """Return whether an argument of this name is added to scores or marks the values that count."""
+    """Return whether an argument of this name is an attention mask or bias."""
     return "mask" in name or "bias" in name
 
 
@@ -263,7 +263,11 @@ def _clean(name: str, value: Any) -> Any:
 
 
 def _bring_to_finite(tensor: torch.Tensor, is_mask: bool) -> torch.Tensor:
-    """Return a tensor with 0 in the place of NaN and Inf; the tensor itself where there are none."""
+    """Return a tensor with NaN and Inf replaced by 0, or the tensor itself if it has none.
+
+    Args:
+        is_mask: keep -Inf, which hides scores in masks.
+    """
     if not (tensor.is_floating_point() and is_readable(tensor) and is_plain()):
         return tensor
     with torch.no_grad(), without_autocast():
@@ -272,15 +276,15 @@ def _bring_to_finite(tensor: torch.Tensor, is_mask: bool) -> torch.Tensor:
 
 
 _HELD: MutableMapping[torch.Tensor, tuple[int, bool]] = WeakIdKeyDictionary()
-"""A tensor to how often it was written to when it was looked at, and whether fp16 held it."""
+"""Tensor → its number of in-place writes when it was checked, and whether it stays finite in fp16."""
 
 
 def stays_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a cast to a dtype keeps all finite values finite; True if no value can be read.
+    """Return whether a cast to a dtype keeps all finite values finite; True if values can't be read.
 
-    A tensor that holds Inf or NaN counts as held: it is not the cast that makes them.
+    Inf and NaN that the tensor has already are ignored.
 
-    Cost: a host read, once for each tensor; none unless a wider one is to be cast to fp16.
+    Cost: a host read, once for each tensor; none unless another dtype is cast to fp16.
     """
     is_wider = dtype == torch.float16 and tensor.dtype != dtype
     if not (is_wider and is_readable(tensor) and is_plain()):
@@ -299,22 +303,24 @@ def stays_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def narrow_if_finite(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a floating tensor in a dtype, or as it is where that cannot hold its finite values."""
+    """Cast a floating tensor to a dtype, unless its finite values would overflow; then return it as is."""
     return _cast(tensor, dtype) if stays_finite(tensor, dtype) else tensor
 
 
 def bring_back(
     output: Any, computed_in: torch.dtype, came_as: torch.dtype, wide: Collection[int] = ()
 ) -> Any:
-    """Cast a call's output to the dtype of its arguments, except tensors that the cast would change.
+    """Cast a call's output to the dtype of its arguments, except tensors that must stay in fp32.
 
-    A tensor that the code returns in fp32 although it computes in 16 bits stays in fp32, and so does a
-    tensor with values beyond the largest of `came_as`.
+    A tensor stays in fp32 if the code returns it so although it computes in 16 bits, or if it would
+    overflow in `came_as`.
 
     Args:
-        wide: numbers of the tensors that stay in fp32 as well.
+        computed_in: dtype that the component computed in.
+        came_as: dtype of the call's arguments.
+        wide: indices of output tensors that stay in fp32 as well.
 
-    Cost: where `came_as` has the smaller range, a pass over the cast tensors, and a host read.
+    Cost: if `came_as` has the smaller range, a pass over the cast tensors, and a host read.
     """
     narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     kept = {id(x) for number, x in enumerate(iterate_tensors(output)) if number in wide}
@@ -350,9 +356,9 @@ def _loses_values(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Return the same nest with floating tensors cast to `dtype`.
+    """Return a nested structure with floating tensors cast to `dtype`.
 
-    Times and positions in dicts are not cast, and neither are tensors with values beyond `dtype`.
+    Timesteps and positions in dicts aren't cast, and neither are tensors that would overflow.
     """
     return map_tensors(value, functools.partial(narrow_if_finite, dtype=dtype), keeps=is_kept)
 
@@ -367,10 +373,12 @@ def map_tensors(
     *,
     keeps: Callable[[str], bool] = lambda name: False,
 ) -> Any:
-    """Return the same nest with `change` applied to every tensor, also in an autoencoder's distribution.
+    """Return a nested structure with `change` applied to every tensor.
+
+    Lists, tuples, dicts and an autoencoder's latent distribution are copied.
 
     Args:
-        keeps: whether a dict's value of this name stays unchanged.
+        keeps: whether a dict's value under this name stays unchanged.
     """
     again = functools.partial(map_tensors, change=change, keeps=keeps)
 
@@ -407,7 +415,7 @@ def _sign(leaf: Any) -> str:
 def find_float_dtype(
     arguments: dict[str, Any], keeps: Callable[[str], bool] = is_kept
 ) -> torch.dtype | None:
-    """Return the dtype of the first floating tensor among arguments that are cast, None without one."""
+    """Return the dtype of the first floating tensor among the arguments that are cast; None without one."""
     found: list[torch.dtype] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

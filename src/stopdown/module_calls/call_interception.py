@@ -1,14 +1,14 @@
-"""Intercept the calls of each component: every one of them goes through functions put there.
+"""Interception of component calls by layers: functions that run around a method of a module.
 
-A stack of layers on one method of one object is called from the outermost to the innermost. Each layer
-has a declared `Rank`, which says how far outside it lies, whoever comes first. The stack sits in the
-instance's own `__dict__` and is gone with its last layer, so layers come off in any order and leave
-nothing behind. The original is called last; what it returns is passed on
-untouched. Of a module that was compiled in place the stack sits around the compiled code;
-code that is compiled later around a stack goes past it, without a graph break.
+The layers on one method of one object form a stack, called from the outermost to the innermost; the
+original method is called last, and its output is passed on unchanged. Each layer has a `Rank`, which
+decides how far outside it is, independent of the order in which layers are added. The stack is in the
+instance's own `__dict__` and disappears with its last layer, so layers can be removed in any order and
+leave nothing behind. If a module was compiled in place, the stack is around the compiled code; code that
+is compiled later bypasses it, without a graph break.
 
 Not covered: calls of a submodule from outside (`text_encoder.encoder(...)`), or of other methods
-(`get_image_features`), unless a `PartCall` is there.
+(`get_image_features`), unless there is a `PartCall`.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from stopdown.module_calls.callee import Callee
 from stopdown.module_calls.entrances import Entrance
 
 Layer = Callable[[ComponentCall], Any]
-"""Called instead of a method; goes on by `call.proceed()`, and returns the call's output."""
+"""A function that runs around a method; it continues by `call.proceed()` and returns the output."""
 
 _Layers = tuple[tuple["Rank", Callee, Layer], ...]
 
 
 class Rank(enum.IntEnum):
-    """The layers around a call, from next to the component outwards; of one rank, the later is outside."""
+    """The positions of layers around a call, innermost first; of the same rank, the later is outside."""
 
-    ENDS = 0  # multiplies arguments as the exponents of the weights need it
-    COMPONENT = 1  # keeps what the component is called with, and casts it as its weights were cast
-    PLAN = 2  # casts at boundaries, sets how sums are done, compares adapters
-    MEMORY = 3  # brings weights to the device, cuts attention into pieces
-    FAULT = 4  # makes a call go wrong, for tests
-    GUARD = 5  # checks what came out; repairs the component and runs the call again
-    RECORD = 6  # measures and keeps calls for comparisons, plans and dry runs
-    JOURNAL = 7  # answers a call from a file, or writes it there
+    ENDS = 0  # multiplies arguments as the exponents of the weights require
+    COMPONENT = 1  # records the component's actual arguments, and casts them like its weights
+    PLAN = 2  # casts between components, sets the accumulation mode, checks adapters
+    MEMORY = 3  # loads weights onto the device, computes attention in pieces
+    FAULT = 4  # injects faults, for tests
+    GUARD = 5  # checks the output; repairs the component and runs the call again
+    RECORD = 6  # measures and records calls for comparisons, plans and dry runs
+    JOURNAL = 7  # reads a call's output from a file, or writes it there
     TURN = 8  # keeps other threads from changing the module during a call
-    EXPONENTS = 9  # has calls refused that exponents do not hold for
+    EXPONENTS = 9  # refuses calls that the exponents don't hold for
 
 
 class _Stack:
@@ -71,26 +71,26 @@ class _Stack:
         self.is_forward = method == "forward" and isinstance(owner, torch.nn.Module)
 
     def call_original(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method without layers; a module's `forward` with the hooks that are part of it."""
+        """Call the method without layers; a module's `forward` with its own hooks (`own_hooks`)."""
         if self.is_forward:
             return run_with_hooks(self.owner, self.original, args, kwargs)
         return self.original(*args, **kwargs)
 
     def follow(self) -> None:
-        """Lead to the function that the owner's class has now, if the owner had none of its own."""
+        """Use the class's current function as the original, if the owner's method was inherited."""
         now = getattr(type(self.owner), self.method, None)
         if self._is_inherited and getattr(self.original, "__func__", now) is not now:
             self.original = types.MethodType(cast(Any, now), self.owner)
 
     def hide(self, patches: Patches, method: str) -> None:
-        """Hide the stack from this thread, until `patches` is undone: it finds the original method."""
+        """Let this thread call the original method past the stack, until `patches` is undone."""
         patches.set_attribute(self.owner, method, _Bypass(self))
 
     def add(self, entry: tuple[Rank, Callee, Layer]) -> None:
         self.layers = tuple(sorted((*self.layers, entry), key=lambda one: one[0]))
 
     def remove(self, entry: tuple[Rank, Callee, Layer]) -> None:
-        """Remove one layer, and the stack with the last one, unless somebody replaced it."""
+        """Remove one layer; with the last one, remove the stack unless other code has replaced it."""
         with CHANGING:
             self.layers = tuple(other for other in self.layers if other is not entry)
             found = vars(self.owner).get(self.method)
@@ -99,7 +99,7 @@ class _Stack:
 
 
 class _StackCall:
-    """What is in the place of a method; a copy of the module has the method itself there, its own."""
+    """The callable that replaces a method and calls its layers; a deep copy is that of the method."""
 
     def __init__(self, stack: _Stack) -> None:
         functools.update_wrapper(self, stack.original)
@@ -114,7 +114,7 @@ class _StackCall:
         return _enter(stack.call_original, stack.layers, args, kwargs)
 
     def __get__(self, instance: object, owner: type) -> Any:
-        """Bind it like a function: a stack of a class is a method."""
+        """Bind like a function, so that a stack on a class is a method."""
         return self if instance is None else types.MethodType(self, instance)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -122,7 +122,7 @@ class _StackCall:
 
 
 class _Bypass:
-    """In the place of a stack: for the thread that made it and for copies of the module it is not there."""
+    """A replacement of a stack that calls the original method in the thread that made it and in copies."""
 
     def __init__(self, stack: _Stack) -> None:
         functools.update_wrapper(self, stack.original)
@@ -140,7 +140,7 @@ class _Bypass:
 
 
 def _enter(original: Callable[..., Any], layers: _Layers, args: Any, kwargs: Any) -> Any:
-    """Call the outermost of these layers, or the original when there is none."""
+    """Call the outermost of these layers, or the original method if there are none."""
     if not layers:
         return original(*args, **kwargs)
 
@@ -159,11 +159,12 @@ def put_layer(
     rank: Rank,
     callee: Callee | None = None,
 ) -> None:
-    """Lead the calls of a method through `layer`, until `patches` is undone.
+    """Route the calls of a method through `layer`, until `patches` is undone.
 
     Args:
-        rank: outside of the layers of a lower or the same rank, inside of those of a higher one.
-        callee: the call's name for the layer; None for the method itself.
+        owner: the module, object or class with the method.
+        rank: the layer is outside of those of a lower or the same rank, and inside of higher ones.
+        callee: describes the call to the layer; None names it by its method.
     """
     entry = (rank, callee or Callee(method, owner, method, "call"), layer)
     with CHANGING:
@@ -187,12 +188,12 @@ def _find_stack(found: object) -> _Stack | None:
 
 
 def intercept(callee: Callee, layer: Layer, patches: Patches, rank: Rank) -> None:
-    """Lead one component call through `layer`, until `patches` is undone."""
+    """Route the calls of a component through `layer`, until `patches` is undone."""
     put_layer(callee.owner, find_slot(callee), layer, patches, rank, callee)
 
 
 def find_slot(callee: Callee) -> str:
-    """Return the attribute that a component call goes through: the compiled code, else the method."""
+    """Return the attribute that a component's calls go through: its compiled code, or the method."""
     is_compiled = callee.method == "forward" and find_code(callee.owner) is not None
     return _COMPILED if is_compiled else callee.method
 
@@ -201,15 +202,19 @@ _COMPILED = "_compiled_call_impl"
 
 
 class PartCall:
-    """In the place of a part's compiled code: calls of the part alone go here. Copies do not have it."""
+    """A replacement of a submodule's compiled code that intercepts calls of the submodule by itself.
+
+    Copies of the module don't have it.
+    """
 
     __slots__ = ("callee", "code", "layer", "own", "whole")
 
     def __init__(self, whole: torch.nn.Module, callee: Callee, layer: Layer) -> None:
         """
         Args:
-            callee: the part, under its path.
-            layer: around calls that are none of the whole's.
+            whole: the component that the submodule belongs to.
+            callee: the submodule, with its path as name.
+            layer: runs around calls outside of a call of `whole`.
         """
         self.whole, self.callee, self.layer = whole, callee, layer
         self.own = vars(callee.owner)
@@ -226,9 +231,9 @@ _WHOLE = ("forward", "encode", "decode")
 
 
 def is_in_call(whole: torch.nn.Module) -> bool:
-    """Return whether this thread is in a module's own call, compiled or repeated by a backward pass.
+    """Return whether this thread is inside a call of a module, or is compiling or running backward.
 
-    Cost: a look at each frame of the stack.
+    Cost: one check for each frame of the Python stack.
     """
     compiling = torch._C._dynamo.eval_frame.get_eval_frame_callback()
     if compiling is not None or torch._C._current_graph_task_id() != -1:
@@ -244,7 +249,7 @@ def is_in_call(whole: torch.nn.Module) -> bool:
 
 
 def show_parts(parts: list[PartCall]) -> None:
-    """Lead calls of these parts through their layers. Cost: a tenth of a microsecond each."""
+    """Route calls of these submodules through their layers. Cost: 0.1 µs each."""
     for one in parts:
         if (found := one.own.get(_COMPILED)) is not one:
             one.code = found
@@ -252,7 +257,7 @@ def show_parts(parts: list[PartCall]) -> None:
 
 
 def hide_parts(parts: list[PartCall]) -> None:
-    """Undo `show_parts`; code that was compiled since stays."""
+    """Undo `show_parts`; code that was compiled in the meantime stays."""
     for one in parts:
         if one.own.get(_COMPILED) is one:
             if one.code is None:
@@ -262,14 +267,14 @@ def hide_parts(parts: list[PartCall]) -> None:
 
 
 def find_code(module: object) -> Any:
-    """Return the code that `compile()` gave a module, without our layers; None if it is not compiled."""
+    """Return the code that `module.compile()` stored, without our layers; None if it isn't compiled."""
     found = getattr(module, _COMPILED, None)
     return found.code if isinstance(found, PartCall) else found
 
 
 @contextlib.contextmanager
 def bared(module: torch.nn.Module) -> Iterator[None]:
-    """Hide all layers of a module in this thread, for a capture that must find no trace of them."""
+    """Bypass all layers of a module in this thread inside the block, so that a capture doesn't see them."""
     stacks = {name: stack for name, found in vars(module).items() if (stack := _find_stack(found))}
     with Patches() as patches:
         for name, stack in stacks.items():
@@ -278,9 +283,9 @@ def bared(module: torch.nn.Module) -> Iterator[None]:
 
 
 def copy_layers(source: torch.nn.Module, target: torch.nn.Module, below: Rank) -> None:
-    """Put the layers of one module on a copy of it, in their order: those `below` a rank.
+    """Copy a module's layers of a rank lower than `below` to a copy of the module.
 
-    The layer that scales the ends of a call is left out: a copy without weights has no exponents.
+    The layer of rank `ENDS`, which scales arguments, is left out: a copy without weights has no exponents.
     """
     patches = Patches()  # never undone: they belong to the copy
     for name, found in list(vars(source).items()):
@@ -291,7 +296,10 @@ def copy_layers(source: torch.nn.Module, target: torch.nn.Module, below: Rank) -
 
 
 def drop_upcast(module: torch.nn.Module, patches: Patches) -> bool:
-    """Tell a pipeline that an autoencoder needs no fp32 any more; whether it would have used it."""
+    """Clear `force_upcast` in an autoencoder's config, so that a pipeline doesn't cast it to fp32.
+
+    Return whether it was set.
+    """
     config: Any = getattr(module, "config", None)
     if not getattr(config, "force_upcast", False):
         return False
@@ -302,13 +310,14 @@ def drop_upcast(module: torch.nn.Module, patches: Patches) -> bool:
 def put_cast(
     callee: Callee, dtype: torch.dtype, patches: Patches, *, as_plain: bool = True
 ) -> None:
-    """Bring a component call's floating arguments to the dtype of its weights, and its outputs back.
+    """Cast a component's floating arguments to the dtype of its weights at each call, and its outputs back.
+
+    If a pipeline casts the component for one call (Stable Video Diffusion does so with its autoencoder),
+    its new dtype is used.
 
     Args:
-        dtype: of most of its weights. Pipelines that cast a component for one call (Stable Video
-            Diffusion does so with its autoencoder) are followed.
-        as_plain: arguments that `dtype` cannot hold are Inf then, as in any cast; False hands them on in
-            fp32 (`entrances`).
+        dtype: of most of its weights.
+        as_plain: let arguments overflow to Inf as in any cast; False passes those on in fp32 (`entrances`).
     """
     module = find_module(callee)
     entrance = Entrance(module, patches)
@@ -328,7 +337,7 @@ def put_cast(
 
 
 def find_module(callee: Callee) -> torch.nn.Module:
-    """Return the module whose weights a component call uses: its owner, or the owner of a bound method."""
+    """Return the module whose weights a component call uses: that of its bound method, or its owner."""
     method = getattr(callee.owner, callee.method)
     method = inspect.unwrap(method, stop=lambda found: hasattr(found, "__self__"))
     owner = getattr(method, "__self__", None)

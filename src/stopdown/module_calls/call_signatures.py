@@ -1,15 +1,15 @@
-"""The signature of a call: which arguments it has beside its module's defaults, and of what kind.
+"""Signatures of calls: the arguments that differ from the method's defaults, and their kinds.
 
-Exponents are found for the path that code takes, and optional arguments lead it elsewhere: what is added
-to a scaled value has to be scaled, and what leaves at another place has to be scaled back. Dtypes and
-values of tensors are no part of it. Sizes (`list_argument_sizes`) are beside it: most lead code nowhere
-else.
+Exponents hold for the branches that code took, and optional arguments select others: a tensor that is
+added to a scaled one must be scaled too, and an additional output must be scaled back. Dtypes and values
+of tensors aren't part of a signature. Sizes (`list_argument_sizes`) are separate, because most select no
+other branch.
 
-**Catches** tensors that are given or not, also in lists, tuples and mappings; their kind and number of
-dimensions; flags, words, whole numbers and objects; fractions that are 0, by which code leaves work out;
-flags that a configuration decides.
-**Does not catch** a path that any other fraction or the values of a tensor decide; whole numbers whose name
-says that they are times or strengths; attributes of a module (`module_settings`).
+**Catches** which tensors are passed, also in lists, tuples and mappings; their kind and number of
+dimensions; flags, strings, integers and objects; floats that are 0, with which code skips work; flags
+that the module's config decides.
+**Does not catch** branches on any other float or on the values of a tensor; integers that are times or
+strengths by their names; attributes of a module (`module_settings`).
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from typing import Any
 import torch
 
 _CONTAINER = "return_dict"
-"""Says in what the same tensors are returned."""
+"""An argument that changes only the type in which the same tensors are returned."""
 
 _AMOUNTS = (
     *("*time*", "*step*", "*sigma*", "*scale*", "*strength*", "*guidance*", "*size*", "*length*"),
     *("*frame*", "*height*", "*width*", "*ratio*", "*fps*", "*seed*", "t", "s"),
 )
-"""Names of numbers that lead no code elsewhere: each step of a run may have its own."""
+"""Patterns of names of numbers that select no branch; each step of a run may have its own."""
 
 _TIMES = ("*time*", "*step*", "*sigma*", "t", "s")
-"""Names of fractions that are 0 at the end of a run, as at any other of its steps."""
+"""Patterns of names of floats that are 0 at the end of a run without selecting another branch."""
 
 _SIZES = ("*size*", "*length*", "*frame*", "*height*", "*width*")
-"""Names of whole numbers that are sizes."""
+"""Patterns of names of integers that are sizes."""
 
 _MOST_NUMBERS = 32
 
 Sizes = tuple[tuple[int, ...], ...]
-"""The shapes of a call's tensors, and its numbers that are sizes, in the order of its arguments' names."""
+"""The shapes of a call's tensors and its integers that are sizes, sorted by the arguments' names."""
 
 
 def sign_call(
     module: torch.nn.Module, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> str:
-    """Return the signature of a method call: `forward(encoder_hidden_states[3d], sample[4d])`.
+    """Return the signature of a method call, such as `forward(encoder_hidden_states[3d], sample[4d])`.
 
-    Cost: some microseconds; no device is asked.
+    Cost: some microseconds, without a device synchronisation.
     """
     names, defaults, flags = _read_parameters(type(module), method)  # type: ignore[arg-type]
     given = _name_arguments(names, args, kwargs)
@@ -85,7 +85,7 @@ def _name_arguments(
 def list_argument_sizes(
     module: torch.nn.Module, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Sizes:
-    """Return the sizes of the arguments of a call of a module's method, in the order of their names.
+    """Return the sizes of a method call's arguments, sorted by the arguments' names.
 
     Cost: some microseconds.
     """
@@ -117,7 +117,7 @@ def resize_call(
     kwargs: Mapping[str, Any],
     sizes: Sizes,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the same arguments in other sizes, tensors on `meta`; None if the sizes do not match them."""
+    """Return a call's arguments in other sizes, with tensors on `meta`; None if the sizes don't match."""
     names = _read_parameters(type(module), method)[0]  # type: ignore[arg-type]
     given, left = _name_arguments(names, args, kwargs), iter(sizes)
 
@@ -141,7 +141,12 @@ def resize_call(
 
 
 def list_other_arguments(owner: type, signatures: Collection[str]) -> tuple[str, ...]:
-    """List the arguments of the signatures' methods that may change the code path and that none has."""
+    """List the arguments that may select other branches and that none of the signatures contains.
+
+    Args:
+        owner: the class of the module.
+        signatures: from `sign_call`.
+    """
     found: dict[str, None] = {}
     for method in sorted({x.partition("(")[0] for x in signatures}):
         mine = [x for x in signatures if x.startswith(f"{method}(")]
@@ -160,7 +165,7 @@ _PLAIN = (bool, int, float, str)
 def _read_parameters(
     owner: type, method: str
 ) -> tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]:
-    """Return a method's positional names, its defaults, and the flags that a configuration decides."""
+    """Return a method's positional parameters, its defaults, and the flags that the config may decide."""
     parameters = list(inspect.signature(getattr(owner, method)).parameters.values())[1:]
     named = [x for x in parameters if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
     defaults = {x.name: x.default for x in named if x.default is not x.empty}
@@ -171,7 +176,7 @@ def _read_parameters(
 
 
 def describe_argument(name: str, value: Any) -> Iterator[str]:
-    """Describe an argument by name and kind; of a nest of them each kind once."""
+    """Yield an argument's parts of a signature: its name and kind, or each kind in it if it's nested."""
     if isinstance(value, torch.Tensor):
         kind = "bool" if value.dtype == torch.bool else f"{max(value.dim(), 1)}d"
         yield f"{name}[{kind}]"
@@ -203,7 +208,7 @@ def _describe_items(name: str, value: Any) -> Iterator[str]:
 
 
 def _has_zero(value: Any) -> bool:
-    """Return whether a short sequence holds only integers and floats, one of them 0."""
+    """Return whether a short sequence holds only integers and floats, at least one of them 0."""
     return (
         len(value) <= _MOST_NUMBERS and all(type(x) in (int, float) for x in value) and 0 in value
     )

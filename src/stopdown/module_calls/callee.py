@@ -1,4 +1,4 @@
-"""One call that a program makes: the object, the method, and the name that it has in records."""
+"""`Callee`: the target of a component call: the module, the method, and its name in records."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ DIFFUSERS_KEEPS = (
     "*size*",
     "*coords*",
 )
-"""Arguments that keep their dtype at a boundary: rounding them to 16 bits moves or merges them."""
+"""Patterns of arguments that aren't cast between components, because 16 bits would shift or merge them."""
 
 GENERAL_KEEPS = (*DIFFUSERS_KEEPS, "t", "ts", "times")
-"""The same if the family is unknown."""
+"""Patterns of such arguments for models outside of Diffusers."""
 
 
 @dataclass(frozen=True)
 class Callee:
-    """One call that a program makes.
+    """The target of a component call.
 
     Attributes:
-        name: of the call, in records: `transformer`, `vae.decode`.
-        owner: the object whose method is called.
+        name: of the call in records, such as `transformer` or `vae.decode`.
+        owner: the module whose method is called.
         method: `forward`, `encode`, `decode`…
-        stage: `encode`, `denoise` or `decode`; `part` of a call of a part alone; `call` where nothing is
-            known of it.
-        keeps: patterns of names of arguments that keep their dtype at a boundary.
+        stage: `encode`, `denoise` or `decode`; `part` for a call of a submodule by itself; `call` if
+            unknown.
+        keeps: patterns of names of arguments that aren't cast between components.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Callee:
 
     @property
     def component_name(self) -> str:
-        """The component's name without the method: `transformer`, `vae`."""
+        """The component's name without the method, such as `transformer` or `vae`."""
         return self.name.removesuffix(f".{self.method}")
 
     @property
@@ -55,7 +55,7 @@ class Callee:
         return _read_names(type(self.owner), self.method)  # type: ignore[arg-type]
 
     def bind(self, module: torch.nn.Module) -> Callable[..., Any]:
-        """Return the function to call with this module as owner: itself, or its `encode` or `decode`."""
+        """Return the callable for this target on another module: the module, or its bound method."""
         return module if self.method == "forward" else getattr(module, self.method)
 
 

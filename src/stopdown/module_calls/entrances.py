@@ -1,14 +1,14 @@
-"""What is between two components: arguments that the next one's format cannot hold.
+"""Arguments beyond the range of a component's number format, which are passed on in fp32.
 
-An encoder may return states beyond 65504, and the denoiser behind it is in fp16. Most denoisers bring such
-states to a norm, or to one matrix and then to a norm. So they are handed on in fp32, and the layers
-that get them compute in fp32, up to the first output that fp16 holds.
+An encoder may return states beyond 65504 to a denoiser in fp16. Most denoisers apply a norm to such
+states, or one matrix and then a norm. So the states are passed on in fp32, and the layers that receive them
+compute in fp32, up to the first output that fp16 can represent.
 
-**Catches** linear layers, convolutions and norms of PyTorch; norms that widen what they are given
-themselves; code that casts to fp16 by itself or does not take two dtypes, by what comes out: such a
-call is refused, or somebody else makes it.
-**Does not catch** masks, whose casts keep them finite (`cast_mask`); Inf that code makes of an argument and
-swallows.
+**Catches** linear layers, convolutions and norms of PyTorch; norms that upcast their inputs themselves;
+by its output, code that casts to fp16 itself or doesn't accept two dtypes: such a call is refused, or left
+to a guard.
+**Does not catch** masks, whose casts keep them finite (`cast_mask`); Inf that code computes from an
+argument and then hides.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from stopdown.numerics import bound_values, is_readable, iterate_tensors, measur
 
 
 class BeyondError(ScalingError):
-    """A component was given values that its format cannot hold, and does not take them in fp32."""
+    """Raised if a component receives values beyond its format's range, and doesn't accept them in fp32."""
 
 
 @dataclass
 class Entrance:
-    """Around the calls of one component that get arguments in its dtype.
+    """Casts the arguments of one component's calls, and passes those that would overflow in fp32.
 
     Attributes:
-        dtype: what its arguments are brought to; None where each call says so.
-        wide: numbers of the outputs that its code returns in fp32 by itself.
+        dtype: to which arguments are cast; None if it's passed for each call.
+        wide: indices of the output tensors that the component's code returns in fp32 by itself.
     """
 
     module: nn.Module
@@ -52,11 +52,11 @@ class Entrance:
     _layers: dict[nn.Module, _WideLayer] = field(default_factory=dict)
 
     def proceed(self, call: ComponentCall, dtype: torch.dtype, *, refuses: bool) -> Any:
-        """Go on as `call.proceed_in` does, with arguments in fp32 that `dtype` cannot hold.
+        """Continue a call with its arguments cast to `dtype`, except in fp32 those that would overflow.
 
         Args:
-            refuses: raise BeyondError if that fails or its output is not finite; False returns the output,
-                for a guard to repair.
+            refuses: raise `BeyondError` if the call fails on fp32 or its output isn't finite; False returns
+                the output, for a guard to repair.
         """
         beyond = call.list_beyond(dtype)
         if not beyond:
@@ -98,9 +98,9 @@ class Entrance:
 
 @dataclass
 class _WideLayer:
-    """In the place of a layer's `forward`: computes in fp32 what it is given in fp32.
+    """A replacement of an fp16 layer's `forward` that computes in fp32 for fp32 inputs.
 
-    The output is in fp16 if that holds it. A deep copy has a copy of the layer.
+    The output is cast to fp16 unless it would overflow. A deep copy is the original `forward`.
     """
 
     layer: Any
@@ -125,7 +125,7 @@ class _WideLayer:
 
 
 def _widen(call: ComponentCall, beyond: list[str]) -> ComponentCall:
-    """Cast the arguments named in `beyond` to fp32, also from bf16, and return the new call."""
+    """Return the call with the arguments named in `beyond` cast to fp32, also from bf16."""
     names = (*call.callee.argument_names, *[""] * len(call.args))
     args = [
         cast_floats(x, torch.float32) if name in beyond else x
@@ -157,7 +157,7 @@ _IN_FP32: dict[type, Callable[..., torch.Tensor]] = {
         given, layer.num_groups, weight, bias, layer.eps
     ),
 }
-"""Class of a layer to its computation with other weights."""
+"""Class of a layer → function that computes it with other weights."""
 
 
 def _is_finite(output: Any) -> bool:

@@ -1,14 +1,13 @@
-"""What a module keeps from one call to the next: buffers that a call writes, attributes that it sets, hooks
-that it registers.
+"""State that a module keeps between calls: buffers, attributes and hooks that a call changes.
 
-Exponents are found for calls that are functions of their arguments. A module that adds to a running mean,
-counts its calls or remembers a result computes something else the second time, so nothing can be compared,
-and what it remembers would have to be rescaled as well.
+Exponents are found for calls that depend only on their arguments. A module that updates a running mean,
+counts its calls or caches a result computes something else the second time, so results can't be compared,
+and the cached values would have to be rescaled as well.
 
 **Catches** buffers that are written or replaced; attributes that are set; lists, sets and mappings in
-attributes that grow, shrink or get other values; hooks that are put on parts, as Transformers puts its
-recorders of hidden states on them at the first call that asks for some.
-**Does not catch** what is kept inside of other objects, or in variables outside of the module.
+attributes whose contents change; hooks on submodules, such as those that Transformers registers at the
+first call that requests hidden states.
+**Does not catch** state inside of other objects, or in variables outside of the module.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from stopdown.numerics import count_writes, has_values
 
 
 class KeptState:
-    """What a module keeps, as it is now.
+    """A snapshot of a module's buffers, attributes and hooks.
 
-    Cost: a copy of every buffer, for as long as this is held.
+    Cost: a copy of every buffer, as long as the snapshot exists.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -43,9 +42,9 @@ class KeptState:
         }
 
     def list_changes(self) -> list[str]:
-        """Return the names of the buffers, attributes and hooks that a call has changed since.
+        """Return the names of the buffers, attributes and hooks that have changed since the snapshot.
 
-        Cost: of each buffer that was written a comparison and a host read; of others none.
+        Cost: for each buffer that was written, a comparison and a host read.
         """
         changed = [
             f"{path}.{name}".removeprefix(".")
@@ -63,7 +62,7 @@ class KeptState:
         return [*changed, *(f"{path}.{_HOOKS}".removeprefix(".") for path in self._list_hooked())]
 
     def _list_hooked(self) -> list[str]:
-        """List the parts, by path, that a call put hooks on; hooks of Stopdown's repairs do not count."""
+        """List the paths of submodules with new hooks, except those of Stopdown's own."""
         return [path for path, part in self._parts.items() if self._list_new_hooks(path, part)]
 
     def _list_new_hooks(self, path: str, part: torch.nn.Module) -> list[int]:
@@ -71,9 +70,12 @@ class KeptState:
         return [x for x, hook in _list_hooks(part).items() if x not in known and not is_own(hook)]
 
     def restore(self, names: list[str]) -> None:
-        """Restore what `list_changes` named; everything else may have been cast or scaled since.
+        """Restore the named buffers, attributes and hooks from the snapshot.
 
-        Of hooks, those that later calls of the same kind put on go as well.
+        Others may have been cast or scaled since, and are left alone. New hooks are removed.
+
+        Args:
+            names: from `list_changes`.
         """
         patches = Patches()  # never undone: this is how it was
         for full in names:
@@ -103,7 +105,7 @@ def _list_hooks(part: torch.nn.Module) -> dict[int, Any]:
 
 
 def _list_tables(part: torch.nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return the tables of a part's hooks and of their call options, keyed by hook number."""
+    """Return the dicts of a module's forward hooks and their options, keyed by hook id."""
     return (
         part._forward_hooks_with_kwargs,
         part._forward_hooks_always_called,
@@ -114,7 +116,7 @@ def _list_tables(part: torch.nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 def describe_kept(module: torch.nn.Module, names: list[str]) -> str:
-    """Describe the state that a module keeps between calls, as a sentence."""
+    """Describe in a sentence the state that a module keeps between calls."""
     return f"{type(module).__name__} keeps {list_some(names)} from one call to the next."
 
 
@@ -144,7 +146,7 @@ def _refill(value: Any, held: Any) -> None:
 
 
 def _mark(found: tuple[Any, Any] | None) -> Any:
-    """Return a mark that tells values of an attribute apart: plain ones by value, others by identity."""
+    """Return a key to compare an attribute with: the value of a plain one, else the object's identity."""
     if found is None:
         return None
     value, held = found

@@ -1,13 +1,13 @@
-"""Operands of one dtype: what of a module has to be cast, or kept in fp32, for its code to run in fp16.
+"""Detection of operands of mixed dtypes: what to cast or keep in fp32 so that a module runs in fp16.
 
 Code that was written for autocast, or for weights that are cast at each call, mixes dtypes: a timestep
-embedding that is always fp32, an input widened before a convolution, a norm that computes in fp32 beside
-parameters in fp16. One run on fake tensors finds each such place. Where a layer is handed another
-dtype than its weight has, its input is to be cast; where its own code widens the input, as
-`GroupNorm32` does, its parameters are to stay in fp32.
+embedding that is always fp32, an input upcast before a convolution, a norm that computes in fp32 with
+fp16 parameters. One run on fake tensors finds all of these. If a layer receives another dtype than its
+weight's, its input must be cast. If its own code upcasts the input, as `GroupNorm32` does, its parameters
+must stay in fp32.
 
 **Catches** linears, convolutions, layer and group norms whose weight is a parameter.
-**Does not catch** products of two values of different dtypes, and weights that are computed.
+**Does not catch** products of two activations of different dtypes, and weights that are computed.
 """
 
 from __future__ import annotations
@@ -29,45 +29,49 @@ from stopdown.numerics import iterate_tensors
 from stopdown.scaling_records import Operands
 
 NO_OPERANDS = Operands()
-"""Of code that mixes no dtypes."""
+"""The result for code that mixes no dtypes."""
 
 PRODUCT_FUNCTIONS: frozenset[Any] = frozenset({functional.linear}) | frozenset(
     getattr(torch, f"conv{kind}{rank}d") for kind in ("", "_transpose") for rank in (1, 2, 3)
 )
-"""Linears and convolutions as code calls them."""
+"""The functions that compute linears and convolutions."""
 
 COMPUTED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-"""What operations compute in; other floating dtypes are for storage, and a cast to them loses the value."""
+"""Dtypes that operations compute in; other floating dtypes are for storage, and a cast to them is lossy."""
 
 _WEIGHTED: dict[Any, tuple[str, ...]] = {
     **dict.fromkeys(PRODUCT_FUNCTIONS, ("input", "weight", "bias")),
     functional.layer_norm: ("input", "normalized_shape", "weight", "bias"),
     functional.group_norm: ("input", "num_groups", "weight", "bias"),
 }
-"""Functions that take operands of one dtype to the names of their arguments, in order."""
+"""Functions that require operands of one dtype → names of their arguments, in order."""
 
 
 MOST_OPERATIONS = 200_000
-"""Of one call, after which its code is taken to go on for ever; the largest models have a tenth of them."""
+"""Operations of a call after which it's considered endless; the largest models have a tenth of them."""
 
 
 def find_operands(call: Callable[[], Any], shadow: torch.nn.Module) -> Operands:
-    """Find the casts that give each operation in a shadow's call operands of one dtype.
+    """Find the casts with which each operation of a call has operands of one dtype.
 
-    The shadow has the dtypes to come. Code that fails even with these casts is followed up to the failure.
+    If the code fails even with these casts, the result covers it up to the failure.
+
+    Args:
+        call: makes the call of `shadow`.
+        shadow: a copy of the module whose parameters have the intended dtypes, usually fake.
 
     Raises:
         CaptureError: the code has not ended after `MOST_OPERATIONS` operations.
 
-    Cost: one run of the call, on whatever tensors the shadow has; where inputs are to be cast a second one
-        with these casts, which shows the layers that widen them again.
+    Cost: one run of the call; if inputs must be cast, a second one with these casts, which shows the
+        layers that upcast them again.
     """
     found = _look(call, shadow, NO_OPERANDS)
     return _look(call, shadow, found) if found.cast_inputs else found
 
 
 def _look(call: Callable[[], Any], shadow: torch.nn.Module, known: Operands) -> Operands:
-    """Run the call once, and return the casts that it shows together with the known ones."""
+    """Run the call once with the known casts, and return them together with those that it still needs."""
     ignored = contextlib.suppress(
         Exception
     )  # what stops it stops the capture, which names the line
@@ -99,14 +103,18 @@ def merge_operands(*several: Operands) -> Operands:
 def cast_operands(
     module: torch.nn.Module, operands: Operands, dtype: torch.dtype, patches: Patches
 ) -> None:
-    """Make layers cast inputs in another floating dtype to `dtype`, that of their weights."""
+    """Cast the inputs of the layers in `operands.cast_inputs` to `dtype`, that of their weights."""
     for path in operands.cast_inputs:
         hook = hook_arguments if path else hook_own_arguments
         hook(module.get_submodule(path), partial(_cast, dtype), patches)
 
 
 def cast_to_weights(module: torch.nn.Module, operands: Operands, patches: Patches) -> None:
-    """Make layers cast inputs to their weights' dtype at each call, and widen parameters to fp32."""
+    """Hook layers so that they cast inputs to their weight's current dtype, and cast parameters to fp32.
+
+    Args:
+        operands: the layers whose inputs are cast, and the parameters that become fp32.
+    """
     for path in operands.cast_inputs:
         part, hook = module.get_submodule(path), hook_arguments if path else hook_own_arguments
         hook(part, partial(_cast_to_weight, part), patches)
@@ -141,12 +149,12 @@ def _cast(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
 
 
 class _Watch(TorchFunctionMode):
-    """Makes the operands of each layer one while its code runs, and notes where.
+    """A function mode that gives the operands of each layer one dtype, and records the casts.
 
     Attributes:
-        cast: paths of layers that were handed another dtype than their weight has.
-        wide: parameters of layers whose own code widens what they are handed.
-        count: operations so far; from a limit on each is refused.
+        cast: paths of layers that received another dtype than their weight's.
+        wide: names of parameters of layers whose own code upcasts the input.
+        count: number of operations; beyond `MOST_OPERATIONS` each fails.
     """
 
     def __init__(self, module: torch.nn.Module, patches: Patches) -> None:
@@ -178,7 +186,7 @@ class _Watch(TorchFunctionMode):
         return func(*self._agree(given, names), *rest, **others)
 
     def _agree(self, given: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
-        """Return the arguments by position, with operands of one dtype."""
+        """Return a layer function's arguments in the order of `names`, with operands of one dtype."""
         source, weight = given["input"], given.get("weight")
         name = self._names.get(id(weight), "")
         if (

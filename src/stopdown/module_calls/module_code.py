@@ -1,14 +1,14 @@
-"""The code that calls of a module run: functions of its parts, their classes and of torch, and hooks.
+"""Detection of changes to the code that a module's calls run: methods, classes, functionals and hooks.
 
-Exponents were found for the code that ran then. A layer whose `forward` is another function since, as
-adapters, step caches and token mergers have it, computes with tensors that have no exponents.
+Exponents hold for the code that they were found for. If a layer's `forward` is replaced afterwards, as by
+adapters, step caches and token mergers, it computes with tensors that have no exponents.
 
-**Catches** functions that are set on a part in the place of its class's; another class of a part; functions
-of the classes of parts, and of what parts hold to be called, as attention processors; functions of
-`torch.nn.functional`; forward hooks on parts and on all modules.
-**Does not catch** hooks and wrappers of libraries, which place weights, compile and count, and call what
-was there; kernels of attention, which compute the same; functions of other modules of Python that code
-calls; what a function that was there before calls now.
+**Catches** functions set on a submodule in place of its class's methods; another class of a submodule;
+changed methods of submodules' classes and of callable objects that they hold, such as attention
+processors; functions of `torch.nn.functional`; forward hooks on submodules and on all modules.
+**Does not catch** hooks and wrappers of libraries that place weights, compile or count, and then call the
+original; attention kernels, which compute the same; functions of other Python modules; changes inside
+functions that the known ones call.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from torch.utils.hooks import RemovableHandle
 from stopdown.interception.code_homes import OWN, find_home, is_from, is_own
 
 MISSING: Any = object()
-"""What an attribute is that is not there; of code, that what runs is the class's own."""
+"""The value of an attribute that doesn't exist; for code, it means that the class's own method runs."""
 
 _LIBRARIES = (OWN, "accelerate.", "diffusers.", "transformers.", "peft.", "torch.")
 _WRAPPING = ("accelerate.", "diffusers.hooks.", "torch._dynamo.")
-"""Libraries that set a function on a part which calls what was there, under `__wrapped__`."""
+"""Libraries that wrap a module's method by a function which calls the original (`__wrapped__`)."""
 
 _KERNELS = ("scaled_dot_product_attention",)
-"""Functions of torch that people replace by faster ones."""
+"""Functions of PyTorch that users replace by faster ones."""
 
 _RUN = ("forward", "__call__")
-"""What a call runs of `torch.nn.Module`; its other methods move, cast and name weights."""
+"""Methods of `torch.nn.Module` that a call runs; the others move, cast and name weights."""
 
 _BARE = (object, torch.nn.Module)
 
 CODE_WORDS = ("another ", "a hook on ")
-"""How what a signature says of replaced code and of hooks begins."""
+"""Beginnings of the parts of a signature that describe replaced code and hooks."""
 
 
 def is_code(part: torch.nn.Module, name: str) -> bool:
-    """Return whether an attribute of a part replaces a method that its calls may run."""
+    """Return whether a module's attribute of this name would replace a method that its calls may run."""
     kind = type(part)
     if not callable(getattr(kind, name, None)):
         return False
@@ -57,10 +57,12 @@ def is_method(part: torch.nn.Module, name: str) -> bool:
 
 
 def find_own_code(part: torch.nn.Module, name: str, value: Any) -> Any:
-    """Return the code that replaces a method, beneath libraries' wrappers; `MISSING` for the class's own.
+    """Return the function that replaces a module's method, without the wrappers of libraries.
+
+    Return `MISSING` if the class's own method runs.
 
     Args:
-        value: the part's attribute of that name.
+        value: the instance attribute of that name.
     """
     of_class = _strip(inspect.getattr_static(type(part), name, None))
     while value is not MISSING:
@@ -79,7 +81,12 @@ def find_own_code(part: torch.nn.Module, name: str, value: Any) -> Any:
 
 @dataclass
 class Functions:
-    """The functions of a class, or of a module of Python."""
+    """The functions of a class or Python module, with a snapshot to find replaced ones.
+
+    Attributes:
+        path: of the class or module, for messages.
+        known: the snapshot.
+    """
 
     path: str
     owner: Any
@@ -111,7 +118,7 @@ class Functions:
 
 
 def _strip(value: Any) -> Any:
-    """Return the function beneath our own layers on a class."""
+    """Return a class's method without the layers that Stopdown put on it."""
     while True:
         stack = getattr(value, "stopdown_stack", None)
         if stack is not None:
@@ -128,7 +135,7 @@ def _is_function(value: Any) -> bool:
 
 
 def list_functions(parts: Iterable[torch.nn.Module]) -> list[Functions]:
-    """List the classes of parts and of the callable objects they hold, then `torch.nn.functional`."""
+    """List the classes of modules and of callables in their attributes, and `torch.nn.functional`."""
     kinds: dict[type, None] = {}
     for part in parts:
         kinds[type(part)] = None
@@ -145,12 +152,13 @@ def list_functions(parts: Iterable[torch.nn.Module]) -> list[Functions]:
 
 
 class Hooks:
-    """Forward hooks that are not there because of a library, on parts and on all modules."""
+    """A snapshot of the forward hooks on submodules and on all modules, to find new ones of users."""
 
     def __init__(self, parts: Iterable[tuple[str, torch.nn.Module]]) -> None:
         """
         Args:
-            parts: path and module of each, without the module itself, whose hooks run outside of it.
+            parts: path and module of each submodule. The module itself is left out, because its hooks run
+                outside of its code.
         """
         self._tables = _list_hook_tables(parts)
         self._first = {number for _, table in self._tables for number in table}
@@ -158,9 +166,9 @@ class Hooks:
         self._registered = RemovableHandle.next_id
 
     def list_new(self) -> list[str]:
-        """List the places of hooks that were registered since this was made, in words.
+        """Describe each place with hooks that users have registered since the snapshot: `a hook on PATH`.
 
-        Cost: a comparison of two numbers if no hook was put on any module of the process.
+        Cost: a comparison of two numbers if no hook was registered in the process.
         """
         if self._registered != RemovableHandle.next_id:
             self._registered = RemovableHandle.next_id
@@ -175,15 +183,15 @@ class Hooks:
 
 
 def is_alike_code(before: Any, now: Any) -> bool:
-    """Return whether two values are the same function; a bound method is a new object each time."""
+    """Return whether two values are the same function; bound methods are compared by `==`."""
     return before is now or (isinstance(before, Callable) and before == now)  # type: ignore[arg-type]
 
 
 def sign_code(parts: Sequence[tuple[str, torch.nn.Module]]) -> tuple[object, ...]:
-    """Return a signature of the code that calls of these parts run, valid in this process.
+    """Return a signature of the code that calls of a module run, valid in this process.
 
     Args:
-        parts: path and module of each, the module itself first.
+        parts: (path, module) of the module itself and then of each submodule.
     """
     own = [(path, name, _identify(found)) for path, name, found in _list_set_code(parts)]
     functions = [
@@ -209,12 +217,12 @@ def _list_set_code(
 
 
 def _identify(value: Any) -> object:
-    """Return a function's identity; a bound method is a new object each time."""
+    """Return a key for a function's identity; for a bound method, its object's and function's ids."""
     return id(getattr(value, "__self__", None)), id(getattr(value, "__func__", value))
 
 
 def list_foreign_code(module: torch.nn.Module) -> tuple[str, ...]:
-    """List in words the functions of a module that are neither its classes' nor a library's."""
+    """List the names of functions that users have put on a module or its classes."""
     parts = list(module.named_modules())
     own = [
         ".".join(filter(None, (path, name)))
@@ -233,7 +241,7 @@ def list_foreign_code(module: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _is_elsewhere(functions: Functions, value: Any) -> bool:
-    """Return whether a function comes from another package than its class, and from no library."""
+    """Return whether a function comes from another package than its class, other than a known library."""
     value = getattr(value, "__func__", value)
     if not isinstance(value, FunctionType):
         return False
@@ -244,13 +252,13 @@ def _is_elsewhere(functions: Functions, value: Any) -> bool:
 
 
 def _list_hooks(parts: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, Any]]:
-    """Yield the path and hook of each foreign forward hook, except those of the module itself."""
+    """Yield the path and hook of each user's forward hook, except those on the module itself."""
     for path, table in _list_hook_tables(parts[1:]):
         yield from ((path, x) for x in table.values() if not is_from(x, _LIBRARIES))
 
 
 def _list_hook_tables(parts: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[str, Any]]:
-    """List the path and table of the forward hooks of each part, and of those on all modules."""
+    """List the path and the hook dict of each module's forward hooks, and with "" the global ones."""
     return [
         *((path, table) for path, x in parts for table in (x._forward_hooks, x._forward_pre_hooks)),
         ("", module_hooks._global_forward_hooks),

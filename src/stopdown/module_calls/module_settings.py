@@ -1,15 +1,15 @@
-"""What somebody sets on a module between its calls: attributes, other parts, other code.
+"""Detection of changes that users make to a module between calls: attributes, submodules, code.
 
-Exponents were found for the code that ran then. `module.mode = "b"` leads that code elsewhere as an
-argument does, so what differs from then is a part of a call's signature. A part that was replaced has
-weights without exponents, and so has what a function that was replaced computes with.
+Exponents hold for the branches that code took. `module.mode = "b"` selects another branch as an argument
+does, so changed settings are part of a call's signature. The weights of a replaced submodule, and the
+tensors of a replaced function, have no exponents.
 
-**Catches** attributes that are set between calls, numbers and flags by value, other objects by kind; what
-is written into short lists and mappings of numbers, flags and words, as an IP-Adapter's scales are; parts
-that are replaced, added or removed, but for adapters and compiled code around the part that was there;
+**Catches** attributes that are set between calls, numbers and flags by value, other objects by type;
+changes inside short lists and mappings of numbers, flags and strings, such as an IP-Adapter's scales;
+submodules that are replaced, added or removed, except for adapters and compiled code around the original;
 functions, classes and hooks, as `module_code` finds them; training mode.
-**Does not catch** what a call sets itself, which is a state of its own (`kept_state`); what is inside of
-other containers and objects; what libraries set while they load and place weights.
+**Does not catch** attributes that a call sets itself (`kept_state`); changes inside of other containers and
+objects; attributes that libraries set to load and place weights.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _FOREIGN = (
     *("stopdown", "_hf_", "_old_forward", "_diffusers_hook", "_compiled", "_is_torch"),
     *("hf_", "is_quantized", "quantization_method", "_is_hf_", "_use_kernels", "generation_config"),
 )
-"""Beginnings of names that Stopdown and libraries set while they load and place weights and run code."""
+"""Prefixes of attributes that Stopdown and libraries set to load and place weights and to run code."""
 
 _INNER = ("base_layer", "_orig_mod")
-"""Attributes under which adapters and compiled code hold the part that was there."""
+"""Attributes under which adapters and compiled code hold the original module."""
 
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (list, dict, set, frozenset)
@@ -50,7 +50,7 @@ _MOST_ITEMS = 64
 _CLASS = "__class__"
 
 Place = tuple[str, str]
-"""Path of a part, and the name of an attribute of it."""
+"""Path of a module, and the name of one of its attributes."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ class _Part:
             return False
 
     def list_changes(self) -> Iterator[tuple[Place, Any, Any]]:
-        """Yield the place, the value before and the value now of each changed setting."""
+        """Yield each changed attribute or submodule: its place, the earlier and the current value."""
         now = vars(self.module)
         for name in {**self.attributes, **now}:
             before, value = self.attributes.get(name, MISSING), now.get(name, MISSING)
@@ -108,7 +108,7 @@ class _Part:
                 yield (self.path, name), before, value
 
     def list_code(self) -> Iterator[tuple[Place, Any, Any]]:
-        """Yield the changes of functions that replace methods, and of the class: place, before, now."""
+        """Yield changes of the class and of functions that replace methods: place, earlier, current."""
         now, kind = vars(self.module), type(self.module)
         for name in {**self.attributes, **now}:
             before, value = self.attributes.get(name, MISSING), now.get(name, MISSING)
@@ -120,7 +120,7 @@ class _Part:
 
 
 def _copy_plain(value: Any, depth: int = 2) -> Any:
-    """Copy a short container of numbers, flags and words; return `MISSING` for anything else."""
+    """Copy a plain value or a short container of numbers, flags and strings; else return `MISSING`."""
     if isinstance(value, _PLAIN):
         return value
     if depth == 0 or not isinstance(value, (*_CONTAINERS, tuple)) or len(value) > _MOST_ITEMS:
@@ -135,7 +135,7 @@ def _copy_plain(value: Any, depth: int = 2) -> Any:
 
 
 def _list_inner(part: Any) -> Iterator[Any]:
-    """Yield a part and each part that it wraps, from outside in."""
+    """Yield a module and the modules that it wraps, from outside in, finally None or `MISSING`."""
     while part is not None and part is not MISSING:
         yield part
         part = next((x for name in _INNER if (x := getattr(part, name, None)) is not None), None)
@@ -143,9 +143,9 @@ def _list_inner(part: Any) -> Iterator[Any]:
 
 
 def sign_settings(module: torch.nn.Module) -> str:
-    """Return a signature of the code and the settings (flags, numbers) that calls of a module depend on.
+    """Return a hash of the code and the plain attributes that a module's calls depend on.
 
-    It is valid in this process, and keeps nothing of the module alive.
+    It's valid in this process only, and keeps no reference to the module.
     """
     named = list(module.named_modules())
     plain = [
@@ -159,7 +159,7 @@ def sign_settings(module: torch.nn.Module) -> str:
 
 
 class ModuleSettings:
-    """What is set on a module now, against what was set when this was made."""
+    """The differences between a module's current settings and those at this object's creation."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module, self._is_training = module, module.training
@@ -175,16 +175,16 @@ class ModuleSettings:
         self.note()
 
     def note(self) -> None:
-        """Accept the present settings as set by a call, or by exponents that were put on or taken off."""
+        """Accept the current settings, because a call or the folding of exponents has set them."""
         held: list[_Part | Functions] = [*self._parts, *self._functions]
         for one in held:
             if not one.is_same():
                 one.note()
 
     def read(self) -> None:
-        """Read the settings that changed since the last read or `note`.
+        """Record the settings that changed since the last `read` or `note`.
 
-        Cost: a comparison of two dicts for each part and class, below a microsecond.
+        Cost: a comparison of two dicts for each submodule and class, below 1 µs.
         """
         for one in self._parts:
             if one.is_same():
@@ -213,7 +213,7 @@ class ModuleSettings:
 
     @property
     def is_other_code(self) -> bool:
-        """Whether functions or parts were replaced, added or removed: a copy would not run them."""
+        """Whether functions, hooks or submodules were changed, which a copy of the module doesn't have."""
         return bool(self._code or self._put) or any(
             isinstance(x, torch.nn.Module)
             for place, value in self._set.items()
@@ -221,7 +221,7 @@ class ModuleSettings:
         )
 
     def describe(self) -> tuple[str, ...]:
-        """Describe the differences as parts of a signature: `mode=b`, `another blocks.0`."""
+        """Describe the differences as parts of a signature, such as `mode=b` or `another blocks.0`."""
         found = ["training=True"] if self._module.training > self._is_training else []
         for (path, name), value in self._set.items():
             full = f"{path}.{name}".removeprefix(".")
@@ -238,7 +238,7 @@ class ModuleSettings:
         return tuple(sorted((*found, *self._put)))
 
     def set_on(self, skeleton: torch.nn.Module) -> None:
-        """Copy the module's present settings to a copy of it."""
+        """Set the module's changed attributes and training mode on a copy of the module."""
         parts = dict(skeleton.named_modules())
         for place, first in self._first.items():
             value = self._set.get(place, first)
@@ -252,7 +252,10 @@ class ModuleSettings:
 
 
 def _is_alike(before: Any, now: Any) -> bool:
-    """Return whether code that reads an attribute takes the same path."""
+    """Return whether two values of an attribute select the same branches in code.
+
+    Tensors always do, plain values if they are equal, other objects only if they are identical.
+    """
     if now is before:
         return True
     if isinstance(now, _CONTAINERS) or isinstance(before, _CONTAINERS):

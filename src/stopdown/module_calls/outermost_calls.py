@@ -1,11 +1,11 @@
-"""The calls of outermost modules, found as they happen: those that no other module's call encloses.
+"""Listeners for outermost module calls: those that aren't made inside of another module's call.
 
-While somebody listens, `torch.nn.Module.__call__` goes through here: a listener is entered around each
+While there are listeners, `torch.nn.Module.__call__` is replaced: each listener is entered around each
 call that a thread makes outside of all modules. A method that a program calls on a module (`vae.decode`)
-counts as such a call while it is `entered`; `intercept_methods` finds these as they happen as well.
+counts as such a call while it is `entered`, or if `intercept_methods` has wrapped it.
 
-Not covered: calls inside of compiled code, and those of traced and transformed code (`torch.jit`,
-`torch.func`, a CUDA graph that is recorded), where no value can be read.
+Not covered: calls inside of compiled code, and those in traced or transformed code (`torch.jit`,
+`torch.func`, recording of a CUDA graph), where no value can be read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import CALLS_REPLACED, is_traced
 
 Listener = Callable[[torch.nn.Module, str], AbstractContextManager[object]]
-"""Given the module that is called, and its method; entered around the call."""
+"""A function from a module and the name of its called method to a context manager around the call."""
 
 
 class _Thread(threading.local):
@@ -46,14 +46,14 @@ def find_outermost() -> torch.nn.Module | None:
 
 
 def is_enclosed(module: torch.nn.Module, method: str) -> bool:
-    """Return whether this thread's outermost call is another one than this."""
+    """Return whether this thread is inside an outermost call other than this one."""
     found = _thread.outermost
     return found is not None and (found[0] is not module or found[1] != method)
 
 
 @contextlib.contextmanager
 def entered(module: torch.nn.Module, method: str) -> Iterator[None]:
-    """Mark this call as the outermost one of its thread, unless another one is."""
+    """Mark a call as its thread's outermost one inside the block, unless another is marked already."""
     before = _thread.outermost
     _thread.outermost = before if before is not None else (module, method)
     try:
@@ -63,7 +63,7 @@ def entered(module: torch.nn.Module, method: str) -> Iterator[None]:
 
 
 def listen(listener: Listener, patches: Patches) -> None:
-    """Enter `listener` around the calls of outermost modules, until `patches` is undone or gone."""
+    """Enter `listener` around outermost calls of modules, until `patches` is undone or collected."""
     global _listeners
     refer = weakref.WeakMethod if inspect.ismethod(listener) else weakref.ref
     entry = refer(listener, _stop)
@@ -105,7 +105,10 @@ def _put_on() -> None:
 
 
 def _hands_on(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a module has no weights and is given a module to call, as sgm's denoiser is."""
+    """Return whether a module only passes a call on: it has no weights and receives a module to call.
+
+    sgm's denoiser does so.
+    """
     is_given = any(isinstance(x, torch.nn.Module) for x in (*args, *kwargs.values()))
     return is_given and next(module.parameters(), None) is None
 
@@ -121,10 +124,10 @@ def _met(module: torch.nn.Module, method: str) -> Iterator[None]:
 
 
 def intercept_methods(methods: tuple[str, ...], patches: Patches) -> None:
-    """Have calls of these methods count as calls of their modules, until `patches` is undone.
+    """Let calls of these methods count as calls of their modules, until `patches` is undone.
 
     Args:
-        methods: of classes that have all of them, and whose modules are made from now on.
+        methods: names. They are wrapped in each class that has all of them, once a module of it is created.
     """
     original = vars(torch.nn.Module)["__init__"]
     known: set[type] = set()
@@ -167,7 +170,7 @@ _MARK = "stopdown_intercepted"
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Treat no call of this thread as outermost: somebody else guards them."""
+    """Treat no call of this thread as outermost inside the block, because they are guarded otherwise."""
     with entered(_NOBODY, ""):
         yield
 
@@ -176,11 +179,11 @@ _NOBODY = torch.nn.Identity()
 
 
 def is_in_training(module: torch.nn.Module) -> bool:
-    """Return whether a call made now is part of training, which is left alone.
+    """Return whether a call of a module made now is part of training, so that it isn't guarded.
 
-    Modules are in training mode until somebody says `eval()`, so that alone shows nothing.
+    Training mode alone isn't enough, because it is a module's default.
 
-    Cost: that of `wants_gradients`, for the first call in training mode with gradients on.
+    Cost: that of `wants_gradients`, for the first call in training mode with gradients enabled.
     """
     if not (module.training and torch.is_grad_enabled()):
         return False
@@ -193,9 +196,9 @@ _trained: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDict
 
 
 def wants_gradients(module: torch.nn.Module) -> bool:
-    """Return whether a module's parameters are being trained: one has a gradient or is in an optimizer.
+    """Return whether a module is being trained: a parameter has a gradient or is in an optimizer.
 
-    Cost: where parameters require gradients a look at every object of the process, up to a second.
+    Cost: if parameters require gradients, a search of all objects of the process, up to a second.
     """
     wanted = {id(x): x for x in module.parameters() if x.requires_grad}
     if not wanted or not torch.is_grad_enabled():
@@ -208,12 +211,12 @@ def wants_gradients(module: torch.nn.Module) -> bool:
 
 
 def is_plain() -> bool:
-    """Return whether a call made now computes readable values: not recorded, traced or transformed."""
+    """Return whether tensor values can be read now, outside of traces, transforms and CUDA graphs."""
     is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # `make_fx`
     return not (is_recorded or is_transformed() or proxies or torch.jit.is_tracing())
 
 
 def is_transformed() -> bool:
-    """Return whether a call made now is inside `torch.func`, where a tensor represents many calls."""
+    """Return whether this code runs inside a `torch.func` transform, where tensors are batched or dual."""
     return torch._C._functorch.peek_interpreter_stack() is not None

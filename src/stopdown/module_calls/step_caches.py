@@ -1,9 +1,9 @@
-"""What step caches keep in a component between calls, so that the same call can be made again.
+"""Saving, restoring and bypassing the step caches of a component, so that a call can be repeated.
 
 Diffusers' hooks that skip work (first block cache, pyramid attention broadcast, FasterCache, MagCache,
-TaylorSeer…) count calls and keep outputs of earlier ones. Before a call is run again they are put back
-to what they held; when the component was changed in between, what they kept is dropped. A capture, which
-must see the whole call and no tensor from another one, runs beneath them.
+TaylorSeer…) count calls and cache earlier outputs. Before a call is repeated, their state is restored; if
+the component has changed in between, it is cleared. A capture bypasses them, because it must trace the
+whole call without tensors of another one.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from stopdown.interception.patches import Patches
 
 
 def save_caches(module: torch.nn.Module) -> Callable[[], None]:
-    """Return a function that restores the present contents of a component's step caches, if it has any.
+    """Return a function that restores the current state of a component's step caches.
 
-    Cost: nothing without a cache; with one a look at each module, and no copy of a tensor.
+    Cost: nothing without a cache; with one, a pass over the modules, without copies of tensors.
     """
     kept = [(target, _copy(vars(target))) for target in _find_states(module)]
 
@@ -34,7 +34,7 @@ def save_caches(module: torch.nn.Module) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def in_full(module: torch.nn.Module) -> Iterator[None]:
-    """Run the module in full: beneath its step caches, and all tokens in this process.
+    """Bypass a module's step caches and context parallelism inside the block, so that calls run in full.
 
     Other hooks of Diffusers (offloading) stay.
     """
@@ -52,7 +52,7 @@ def in_full(module: torch.nn.Module) -> Iterator[None]:
 
 
 GATHERING = "ContextParallelGatherHook"
-"""Class of Diffusers' hook that gathers the tokens of all processes."""
+"""Class name of Diffusers' hook that gathers the tokens of all processes."""
 
 
 def is_spread(module: torch.nn.Module) -> bool:
@@ -69,7 +69,11 @@ def find_processors(module: torch.nn.Module) -> list[Any]:
 def _bypass_hooks(
     module: torch.nn.Module, is_meant: Callable[[Any], bool], patches: Patches
 ) -> None:
-    """Have some of Diffusers' hooks on a module and its children do nothing, until `patches` is undone."""
+    """Disable some of Diffusers' hooks on a module and its submodules, until `patches` is undone.
+
+    Args:
+        is_meant: whether to disable this hook.
+    """
     for child in module.modules():
         registry = vars(child).get("_diffusers_hook")
         hooks = list(registry.hooks.values()) if registry is not None else []
@@ -94,13 +98,13 @@ def _bypass(reference: Any, patches: Patches) -> None:
 
 
 def _keeps_states(hook: Any) -> bool:
-    """Return whether a hook belongs to a step cache; followers of a stateful hook are not stateful."""
+    """Return whether a hook belongs to a step cache, either stateful itself or with a shared state."""
     managed = any(hasattr(value, "_state_cache") for value in vars(hook).values())
     return managed or bool(getattr(hook, "_is_stateful", False))
 
 
 def clear_caches(module: torch.nn.Module) -> None:
-    """Clear a component's step caches: they count from here as from a run's start."""
+    """Clear a component's step caches, as at the start of a run."""
     for hook in _find_hooks(module):
         for value in vars(hook).values():
             if isinstance(states := getattr(value, "_state_cache", None), dict):
@@ -110,7 +114,7 @@ def clear_caches(module: torch.nn.Module) -> None:
 
 
 def _find_states(module: torch.nn.Module) -> Iterator[Any]:
-    """Yield the objects with the state of a module's step caches: Diffusers' managers and states."""
+    """Yield the objects that hold the state of a module's step caches: Diffusers' managers and states."""
     seen: set[int] = set()
     for hook in _find_hooks(module):
         for value in vars(hook).values():
@@ -134,7 +138,7 @@ def iterate_hooks(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def _copy(values: dict[str, Any]) -> dict[str, Any]:
-    """Copy a mapping with its lists, dicts and sets; other values are shared."""
+    """Copy a mapping and the lists, dicts and sets in it; other values are shared."""
     return {
         name: type(value)(value) if type(value) in (dict, list, set) else value
         for name, value in values.items()

@@ -158,11 +158,9 @@ def _resolve_words(
 
 
 def parse_fp16(text: str, what: str) -> dict[str, str]:
-    """Return the components that an fp16 plan leaves in another precision, from text such as
-    `text_encoder=fp32`.
-
+    """Return the components that an fp16 plan leaves in another precision, and that precision.
     Args:
-        text: `fp16` or `auto`, which mean the same, or components with other precisions.
+        text: `fp16` or `auto`, which mean the same, or components such as `text_encoder=fp32`.
         what: the kind of plan with its article, such as `A plan`, for messages.
 
     Raises:
