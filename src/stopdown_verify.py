@@ -284,7 +284,7 @@ FORMS = {  # of each rule how many values a form is made of, and all of its keys
 
 
 def check_node(n: Node) -> None:
-    """Refuse a node unless its keys match one form of its rule."""
+    """Refuse a node unless its keys match one form of its rule in the grammar."""
     forms = FORMS.get(rule, ()) if type(rule := n.get("rule")) is str else ()
     if any(not list_faults(n, keys) and len(n["from"]) in allowed for allowed, keys in forms):
         return
@@ -869,7 +869,7 @@ UNASKED = ("bounded", "norm", "unit", "lookup")  # bounds that need none of the 
 
 
 def compute(c: Graph, n: Node, xs: list[Value]) -> Known | None:
-    """Compute the centre, radius and length of a result with known inputs, before its own rounding."""
+    """Compute the centre, radius and length of a result whose inputs are known, before its own rounding."""
     rule, shapes = n["rule"], [x.shape for x in xs]
     known = [x.exact for x in xs if x.exact is not None]
     if not known or len(known) < len(xs):
@@ -1069,7 +1069,7 @@ class Weight:
         return self.widen(most.view(part.dtype)).astype(np.float64)
 
     def multiply(self, start: int, stop: int, *columns: Sequence[Array]) -> tuple[Array, ...]:
-        """Multiply rows by columns: their magnitudes, their squares, and the rows themselves."""
+        """Multiply the magnitudes, the squares and the values of rows by columns of their own."""
         wide = [np.stack(x, 1) if len(x) else None for x in columns]
         made: tuple[list[Array], ...] = ([], [], [])
         for _, rows in self.read(start, stop, CHUNK):

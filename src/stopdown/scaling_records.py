@@ -105,7 +105,7 @@ class Scaling(Displayed):
             without exponents are left out.
         signatures: signatures of the calls that the exponents were solved for, in the format of
             `call_signatures`.
-        shapes: maps each signature to the sizes of those calls, as in `call_signatures.list_sizes`.
+        shapes: maps each signature to the sizes of those calls, as in `list_argument_sizes`.
     """
 
     exponents: Mapping[str, int] = field(default_factory=dict)

@@ -236,7 +236,7 @@ def _is_certain(limit: Limit, exponent: int) -> bool:
 
 
 def find_least_headroom(limits: Iterable[Limit], exponent: Callable[[int], int]) -> float | None:
-    """Return the bits between the largest of these values and fp16's maximum; None without values."""
+    """Return the least headroom of the given values in bits below fp16's maximum; None without values."""
     rooms = (headroom_bits(x.range.amax, x.dtype) - exponent(x.unknown) for x in limits)
     found = min(rooms, default=math.inf)
     return found if math.isfinite(found) else None

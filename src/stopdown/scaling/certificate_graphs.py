@@ -398,7 +398,7 @@ class _Exporter:
         return {"rule": "join", "from": parts, "dim": dim}
 
     def _mix(self, node: Node, last: bool = False) -> dict[str, Any]:
-        """Export elements of the first input in other places; with `last` each stays in its channel."""
+        """Export a result of rearranged elements of the first input; with `last`, within each channel."""
         source, shape = node.args[0], shape_of(node)
         before, name, of = shape_of(source), self._first(node), "rows" if last else "places"
         if len(before) == len(shape):

@@ -86,10 +86,10 @@ def state_limits(
 
 
 def list_timesteps(tensor: torch.Tensor) -> Timesteps:
-    """List the possible timesteps: each integer from 0 to 1000, or cells for a floating tensor.
+    """Return the possible timesteps: each integer from 0 to 1000, or cells if the tensor is floating.
 
-    Cells go from 0 to 1 if the call's own timesteps are in that range, else from 0 to 1000. A timestep of
-    0, as in a run of one step, fits both ranges and gets the larger one.
+    Cells go from 0 to 1 if the call's own timesteps are in that range, else from 0 to 1000. A timestep
+    of 0, as in a run of one step, fits both ranges and gets the larger one.
     """
     if not tensor.is_floating_point():
         return Timesteps(torch.arange(TIMESTEPS + 1))
@@ -306,5 +306,5 @@ def state_limit(name: str, encoded: float = EMBEDDINGS) -> float:
 
 
 def is_encoded(name: str) -> bool:
-    """Return whether an argument's name is that of an encoder's output."""
+    """Return whether an argument has the name of a text or image encoder's output."""
     return any(word in name for word in _ENCODED)

@@ -128,7 +128,7 @@ def _bound_length(
     norm: torch.Tensor,
     error: torch.Tensor,
 ) -> torch.Tensor:
-    """Bound the length of a row: `norm(W x + b) <= sigma(W) norm(x) + norm(b)`.
+    """Bound the 2-norm of a linear's row: `norm(W x + b) <= sigma(W) norm(x) + norm(b)`.
 
     `sigma` is the largest singular value.
     """

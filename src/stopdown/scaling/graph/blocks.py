@@ -1,7 +1,7 @@
 """Search for values that can have several exponents: results that are split, and concatenations.
 
-`shift, scale, gate = linear(x).chunk(3)` needs three exponents, because `1 + scale` pins that of scale
-while the gate's is free. Such a demand starts at a chunk, split, unbind or slice. It is propagated
+`shift, scale, gate = linear(x).chunk(3)` needs three exponents, because `1 + scale` fixes that of scale
+at 0 while the gate's is free. Such a demand starts at a chunk, split, unbind or slice. It is propagated
 backwards, through operations that preserve the dimension, to the rows of a parameter.
 `linear(cat([attention, mlp], -1))` is the mirror image: the parts of a concatenation are propagated
 forwards, to the columns of a parameter. If they don't reach parameters on all paths, the value has one
@@ -121,7 +121,7 @@ def _find_columns(node: Node, blocks: Blocks) -> Blocks | None:
 
 
 def _find_channels(node: Node) -> int:
-    """Return the channel dimension of a layer's input and output."""
+    """Return the channel dimension of a linear's or convolution's input and output."""
     return len(shape_of(node)) - 1 if is_kind(node, "linear") else 1
 
 

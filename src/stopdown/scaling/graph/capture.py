@@ -158,7 +158,7 @@ def find_call_operands(
     kwargs: Mapping[str, Any] | None,
     dtype: torch.dtype,
 ) -> Operands:
-    """Find the casts that give each operation of a call operands of one dtype, without capturing it.
+    """Find the casts that bring each operation's operands to one dtype, without capturing the call.
 
     Cost: one run on fake tensors.
     """
@@ -532,7 +532,7 @@ class _ShadowCall:
             call(*args, **kwargs)
 
     def find_operands(self) -> Operands:
-        """Find the casts that give each operation of the call operands of one dtype."""
+        """Find the casts that bring the operands of each operation in the call to one dtype."""
         fakes = contextlib.nullcontext() if self._attempt.is_real else self._mode
         with WARNINGS_IGNORED, torch.no_grad(), ignoring_warnings(Warning), fakes:
             return find_operands(lambda: self._traced(*self._given), self._shadow)
@@ -792,9 +792,9 @@ def own_dtype(module: torch.nn.Module) -> torch.dtype | None:
 def _read_program(
     program: Any, module: torch.nn.Module
 ) -> tuple[GraphModule, dict[str, str], dict[str, Any], list[str]]:
-    """Return the flat graph of an exported program, and the meaning of its placeholders.
+    """Return the flat graph of an exported program, and what its placeholders mean.
 
-    The latter are the parameters' names and the constants by placeholder, and a list of the inputs'
+    That is the parameters' names and the constants by placeholder, and a list of the inputs'
     placeholders.
     """
     names = name_aliases(module)

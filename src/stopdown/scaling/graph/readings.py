@@ -62,7 +62,7 @@ _ASKING = frozenset(
         *("grad_fn", "itemsize", "element_size", "storage_offset", "untyped_storage", "get_device"),
     )
 )
-"""Functions and attributes that describe a tensor and return none."""
+"""Functions and attributes that describe a tensor but return no tensor."""
 
 _SAME = frozenset(
     (

@@ -254,7 +254,7 @@ class _Reader:
         return False
 
     def _stays_narrow(self, node: Node) -> bool:
-        """Return whether a parameter is a matrix, its bias, or read inside attention."""
+        """Return whether a parameter is a matrix, the bias of one, or read inside attention."""
         if node in self.interior or any(user in self.weighted for user in node.users):
             return True
         return any(_origin(x) is node for user in self.weighted for x in user.all_input_nodes)

@@ -480,7 +480,7 @@ def _find_wide(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCall
 
 
 def find_visible(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
-    """Apply `find`; refuse bounds so loose that parameters or activations would vanish in fp16."""
+    """Find exponents with `find`; refuse those that make parameters or activations vanish in fp16."""
     scaling = find(module, calls)
     lowest, path = min(
         ((min(pair), path) for path, pair in scaling.layers.items()), default=(0, "")

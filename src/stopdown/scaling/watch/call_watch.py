@@ -238,7 +238,7 @@ class CallWatch(SameInCopies):
 
     @contextlib.contextmanager
     def _meet(self, module: torch.nn.Module, method: str) -> Iterator[None]:
-        """Pass calls of the module's `torch.compile` wrapper through the watch."""
+        """Pass calls of the module's `torch.compile` wrapper through the checks."""
         with Patches() as layers:
             if method == "forward" and getattr(module, "_orig_mod", None) is self.module:
                 put_layer(module, "forward", self._lead_now, layers, Rank.EXPONENTS)
@@ -572,7 +572,7 @@ def note_weights(module: torch.nn.Module) -> None:
 
 
 def find_watch(module: torch.nn.Module) -> CallWatch | None:
-    """Return the module's current watch; another thread may have replaced exponents since a call began."""
+    """Return the module's current `CallWatch`; another thread may have replaced it during a call."""
     watch: CallWatch | None = vars(module).get(_WATCH)
     if watch is None or watch.module is not module:
         return None
@@ -598,7 +598,7 @@ def scale_ends(module: torch.nn.Module, call: ComponentCall) -> Any:
 
 
 def has_passed(module: torch.nn.Module) -> bool:
-    """Return whether the module's watch, if any, let this thread's call through."""
+    """Return whether the module's `CallWatch`, if any, has let this thread's current call through."""
     watch = find_watch(module)
     return watch is None or watch.has_call_here
 
