@@ -1,1 +1,1 @@
-"""The components of a program and their calls: found, named, intercepted, counted."""
+"""Components of a program and their calls: discovery, names, interception, counting of steps."""

@@ -1,5 +1,4 @@
-"""The modules that a program of any kind holds, found by walking its attributes.
-
+"""Search for the modules of any program by walking its attributes.
 Not covered: modules behind properties, closures and slots: give them by name, in a dict.
 """
 
@@ -28,11 +27,11 @@ _TAKEN = (
 
 
 class Parts(NamedTuple):
-    """What a program is made of.
+    """The modules and named methods of a program.
 
     Attributes:
-        modules: every module by its attribute path; the program itself by its class.
-        methods: methods that were given by name, each with the module that has it.
+        modules: attribute path → module, for every module; a program that is a module has its class's name.
+        methods: name in the program's dict → module and name of its method.
     """
 
     modules: dict[str, torch.nn.Module]
@@ -40,7 +39,11 @@ class Parts(NamedTuple):
 
 
 def find_parts(program: Any) -> Parts:
-    """Find the modules of a program, and the methods that a dict names."""
+    """Find the modules of a program, and the methods that it names if it is a dict.
+
+    Raises:
+        InputError: the program has no module, or a named method doesn't exist.
+    """
     held = dict(program) if isinstance(program, Mapping) else {"": program}
     methods = {
         str(name): value
@@ -62,10 +65,13 @@ def find_parts(program: Any) -> Parts:
 
 
 def find_modules(program: Any) -> dict[str, torch.nn.Module]:
-    """Find the outermost modules that an object holds, by attribute path, the nearest first.
+    """Find the outermost modules reachable through an object's attributes, the nearest first.
 
     Args:
-        program: a module holds itself, by the name "".
+        program: any object; for a module, the result is the module itself under "".
+
+    Returns:
+        Attribute path → module.
     """
     found: dict[str, torch.nn.Module] = {}
     known: set[int] = set()
@@ -85,7 +91,7 @@ def find_modules(program: Any) -> dict[str, torch.nn.Module]:
 
 
 def _name_modules(value: Any, name: str) -> dict[str, torch.nn.Module]:
-    """Map names to every module below a value; each object once, by its shortest path."""
+    """Map names to all modules reachable from a value; each module once, by its shortest path."""
     outermost = find_modules(value)
     if not outermost:
         if isinstance(value, (str, Path)):

@@ -1,4 +1,4 @@
-"""Put something around every component call of a program."""
+"""Interception of every component call of a program."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from stopdown.scaling import ComponentCall, Rank, intercept
 def intercept_components(
     program: Any, put: Callable[[Callee, Patches], object], patches: Patches
 ) -> None:
-    """Put something around every component call of a program, until `patches` is undone.
+    """Intercept every component call of a program, until `patches` is undone.
 
     Args:
-        put: given a call, and the patches that undo its changes. Around calls that are found only as they
-            happen, its changes last for the call.
+        put: called with the target of a component call and a `Patches`, to add layers to it. For modules
+            whose calls are discovered only as they happen, it's called at each call, and its changes last
+            until the call ends.
     """
     adapter = find_adapter(program)
     for callee in adapter.find_callees(program):
@@ -43,6 +44,6 @@ def intercept_components(
 
 
 def _enter_call(call: ComponentCall) -> Any:
-    """Mark a method that a program calls as the outermost call, together with its inner calls."""
+    """Run a component call marked as its thread's outermost call, so that inner ones aren't intercepted."""
     with entered(call.callee.owner, call.callee.method):
         return call.proceed()

@@ -1,9 +1,8 @@
-"""The components of a program and the calls through which a run uses them.
+"""Components of a program, and the calls through which a run uses them.
 
-A component call is a call of a module, or of a method that the program calls on one (`vae.decode`), that no
-other module's call encloses. A Diffusers pipeline names its components; of any other program
-the attribute path is the name. A `Callee` is one such call: the object, the method, and the
-name it has in records.
+A component call is an outermost call of a module, or of a method that the program calls on one
+(`vae.decode`). A Diffusers pipeline names its components; in any other program, a component's name is its
+attribute path. A `Callee` is the target of such a call: the module, the method, and the name in records.
 """
 
 from __future__ import annotations
@@ -36,24 +35,26 @@ _LAST = ("safety_checker",)
 
 @dataclass(frozen=True)
 class Adapter:
-    """What is known of one family of programs.
+    """Functions that describe one family of programs, such as Diffusers pipelines.
 
-    Diffusers' own is asked first, and the general one last.
+    The first adapter that recognises a program is used; the general one is last.
 
     Attributes:
         name: of the family.
-        recognises: whether a program is of the family.
-        find_components: a program's modules by name.
-        find_callees: the calls that are known before it runs, in order.
-        name_modules: modules whose calls are found as they happen, by name; none where all are known.
-        find_scheduled: what has the scheduler that counts the steps of a run, which is one call of the
-            program; None if a run is something else.
-        list_required: names of components that a plan must hold; of other programs, what was called is
-            planned.
-        find_device: where a program is: `cpu`, `cuda:0`.
-        casts_arguments: the program's own code brings arguments to the dtype of what gets them.
-        read_step: the step from 0, and the number of steps, by the keywords of a component call;
-            None where they do not say.
+        recognises: returns whether a program belongs to the family.
+        find_components: returns a program's components, name → module.
+        find_callees: returns the component calls that are known before a run, in order.
+        name_modules: returns the modules whose calls are discovered as they happen, name → module; empty if
+            all calls are known.
+        find_scheduled: returns the object whose scheduler counts a run's steps; None if a run isn't one
+            call of the program.
+        list_required: returns the names of components that a plan must contain; empty if plans contain
+            those that were called.
+        find_device: returns the device of a program, such as `cpu` or `cuda:0`.
+        casts_arguments: whether the program's own code casts arguments to the dtype of the component
+            that receives them.
+        read_step: returns the step (from 0) and the number of steps from the keywords of a component
+            call; None if they don't contain them.
     """
 
     name: str
@@ -83,12 +84,12 @@ def find_component(program: Any, name: str) -> torch.nn.Module | None:
 
 
 def find_device(program: Any) -> str:
-    """Find where a program is: `cpu`, `cuda:0`."""
+    """Return the device of a program, such as `cpu` or `cuda:0`."""
     return find_adapter(program).find_device(program)
 
 
 def runs_by_call(program: Any) -> bool:
-    """Return whether one call of a program, with a request's arguments, is a run."""
+    """Return whether a program is run by calling it, as a pipeline is."""
     return find_adapter(program).find_scheduled(program) is not None
 
 
@@ -98,7 +99,7 @@ def _find_weights_device(program: Any) -> str:
 
 
 def find_named_callees(program: Any, names: Iterable[str]) -> tuple[Callee, ...]:
-    """Find the callees of these names, also those that are only discovered as they happen."""
+    """Find component calls by their names, also those that are only discovered as they happen."""
     known = {callee.name: callee for callee in find_callees(program)}
     found = {name: known.get(name) or _find_plain(program, name) for name in names}
     return tuple(callee for callee in found.values() if callee is not None)
@@ -110,21 +111,20 @@ def _find_plain(program: Any, name: str) -> Callee | None:
 
 
 def find_callees(program: Any) -> tuple[Callee, ...]:
-    """List every call of a program that is known before it runs, in the order of its components."""
+    """List every component call of a program that is known before it runs, in order."""
     return find_adapter(program).find_callees(program)
 
 
 def check_run(program: Any, run: Any, arguments: Any, name: str) -> bool:
-    """Return whether a program is run by `run` rather than by its own call.
+    """Check a user's `run` and `arguments`; return whether the program is run by `run`, not by its call.
 
     Args:
-        run: a function that runs it; None without one.
+        run: a function that runs the program; None without one.
         arguments: of a pipeline's call; None without any.
-        name: of the function that was called.
+        name: of the public function, for messages.
 
     Raises:
-        InputError: a program that is no pipeline has no `run`, or unused arguments; or the
-            other way round.
+        InputError: a pipeline was given a `run`; or another program has no `run`, or was given arguments.
     """
     kind = type(program).__name__
     if runs_by_call(program):
@@ -143,7 +143,12 @@ def check_run(program: Any, run: Any, arguments: Any, name: str) -> bool:
 
 
 def refuse_run(run: Any, what: object) -> None:
-    """Refuse a `run` function for a program that is run by its own call."""
+    """Refuse a `run` function for a program that is run by its own call.
+
+    Args:
+        run: the user's function; None without one.
+        what: the program in words, for the message.
+    """
     if run is not None:
         raise InputError(
             f"A function that runs it was given for {what}.",
@@ -153,7 +158,12 @@ def refuse_run(run: Any, what: object) -> None:
 
 
 def explain_run(what: str, name: str) -> InputError:
-    """Make the error for a program whose calls are not known."""
+    """Make the error for a program that needs a `run` function to be run.
+
+    Args:
+        what: the problem in a sentence.
+        name: of the public function.
+    """
     given = "lambda: ..." if name == "compare" else "run=lambda: ..."
     return InputError(
         what,
@@ -171,18 +181,18 @@ def list_call_names(name: str, module: Any) -> tuple[str, ...]:
     """List the names of a component's calls: its own name, or `vae.encode` and `vae.decode`.
 
     Args:
-        module: it, or its class.
+        module: the component, or its class.
     """
     return tuple(name_call(name, method) for method in list_entrances(module))
 
 
 def list_entrances(module: Any) -> tuple[str, ...]:
-    """List the methods that a pipeline calls a component by: `forward`, or those of an autoencoder.
+    """List the methods that a pipeline calls on a component: `forward`, or `encode` and `decode`.
 
-    A class without a `forward`, such as Shap-E's renderer, is called by what it decodes with.
+    A class without `forward`, such as Shap-E's renderer, is called by its methods `decode…`.
 
     Args:
-        module: it, or its class.
+        module: the component, or its class.
     """
     if is_autoencoder(module):
         return ("encode", "decode")
@@ -200,7 +210,11 @@ def _find_parts(pipe: Any) -> dict[str, torch.nn.Module]:
 
 
 def list_component_calls(modules: Mapping[str, torch.nn.Module]) -> tuple[Callee, ...]:
-    """List the calls of components by their names, of an autoencoder those of its methods."""
+    """List the component calls of modules, for an autoencoder one for each direction.
+
+    Args:
+        modules: component's name → module.
+    """
     callees: list[Callee] = []
     for name, module in modules.items():
         callees += list_methods(name, module)
@@ -208,7 +222,7 @@ def list_component_calls(modules: Mapping[str, torch.nn.Module]) -> tuple[Callee
 
 
 def list_methods(name: str, module: torch.nn.Module) -> tuple[Callee, ...]:
-    """List the calls through which a component is used."""
+    """List the component calls through which a component is used."""
     return tuple(
         Callee(
             name_call(name, method),
@@ -230,7 +244,7 @@ DIFFUSERS = Adapter(
     find_device=lambda pipe: str(getattr(pipe, "device", "cpu")),
     casts_arguments=True,
 )
-"""Pipelines of Diffusers, and whatever names its `components` as they do."""
+"""Pipelines of Diffusers, and other objects with a mapping `components`."""
 
 ONE_CALL = Adapter(
     "call",
@@ -238,7 +252,7 @@ ONE_CALL = Adapter(
     lambda callee: {callee.name: callee.owner},
     lambda callee: (callee,),
 )
-"""A single component call."""
+"""A single component call as a program."""
 
 
 def _find_networks(program: Any) -> dict[str, torch.nn.Module]:
@@ -265,7 +279,12 @@ def _list_network_calls(program: Any) -> tuple[Callee, ...]:
 
 
 def _read_sigmas(kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Read a call's step and the number of steps from the noise levels that ComfyUI's samplers pass to it.
+    """Return a call's step and the number of steps, from the noise levels that ComfyUI's samplers pass.
+
+    Return None without them.
+
+    Args:
+        kwargs: of the denoiser's call.
 
     Cost: a host read.
     """
@@ -284,11 +303,11 @@ COMFYUI = Adapter(
     _list_network_calls,
     read_step=_read_sigmas,
 )
-"""ComfyUI's MODEL, CLIP and VAE, as they are loaded at a call."""
+"""ComfyUI's MODEL, CLIP and VAE, whose modules are loaded when they are called."""
 
 
 def _find_outermost(program: Any) -> dict[str, torch.nn.Module]:
-    """Find the outermost modules of any program, and the owners of the methods that it names."""
+    """Return the outermost modules of any program, and the modules whose methods it names."""
     parts = find_parts(program)
     owners = {name.rpartition(".")[0] or name: owner for name, (owner, _) in parts.methods.items()}
     inner = {id(x) for module in parts.modules.values() for x in list(module.modules())[1:]}
@@ -296,7 +315,7 @@ def _find_outermost(program: Any) -> dict[str, torch.nn.Module]:
 
 
 def _list_named_calls(program: Any) -> tuple[Callee, ...]:
-    """List the methods that a program is known to call: those that it names, and those of autoencoders."""
+    """List the methods that a program is known to call: named ones, and those of autoencoders."""
     parts = find_parts(program)
     callees = [
         callee
@@ -317,7 +336,7 @@ GENERAL = Adapter(
     _list_named_calls,
     name_modules=lambda program: find_parts(program).modules,
 )
-"""Any program: its modules are found by walking its attributes, their calls as they happen."""
+"""Any program: its modules are found by walking its attributes, and their calls as they happen."""
 
 _ADAPTERS = (DIFFUSERS, ONE_CALL, COMFYUI, GENERAL)
 
@@ -330,22 +349,22 @@ def find_stage(component: str) -> str:
 
 
 def is_of_transformers(module_class: type) -> bool:
-    """Return whether a class is one of Transformers' models, also if a pipeline of Diffusers defines it."""
+    """Return whether a class is a Transformers model, also if it is defined in Diffusers."""
     return any(base.__module__.startswith("transformers") for base in module_class.__mro__)
 
 
 class _ConfigRead(Exception):
-    """Ends a load where its configuration is known."""
+    """Raised to stop `from_pretrained` as soon as the config is known."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
 
 def read_config(module_class: Any, folder: Path) -> Any:
-    """Return the configuration that a class of Transformers is built from, out of a folder.
+    """Read from a folder the config that a Transformers model is built from.
 
-    A class that a pipeline of Diffusers defines may take a part of the folder's configuration (PRX's
-    encoder), so its own `from_pretrained` is asked.
+    A class that is defined in Diffusers may use a part of the folder's config (PRX's encoder), so its own
+    `from_pretrained` is run until it passes the config on.
     """
     from transformers import PreTrainedModel
 
@@ -365,9 +384,9 @@ def read_config(module_class: Any, folder: Path) -> Any:
 
 
 def holds_models(module_class: type) -> bool:
-    """Return whether a class of Diffusers only holds several models, each from its own folder.
+    """Return whether a Diffusers class is only a container of models that each have a folder.
 
-    `MultiControlNetModel` does: `controlnet`, `controlnet_1`…
+    `MultiControlNetModel` is one, with `controlnet`, `controlnet_1`…
     """
     return not (is_of_transformers(module_class) or hasattr(module_class, "load_config"))
 
@@ -375,10 +394,10 @@ def holds_models(module_class: type) -> bool:
 def load_held(
     module_class: Any, folder: Path, load: Callable[[Any, Path], torch.nn.Module]
 ) -> torch.nn.Module:
-    """Make such a component; its own code says from which folders.
+    """Load a component that is only a container of models, from the folders that its own code chooses.
 
     Args:
-        load: makes one of its models, given its class and its folder.
+        load: loads one of the models, given its class and its folder.
     """
     from diffusers import ModelMixin
 
@@ -396,7 +415,7 @@ def load_held(
 
 
 def build_module(module_class: Any, folder: Path) -> torch.nn.Module:
-    """Build a component from its configuration alone, in the tensor modes that the caller has set."""
+    """Build a component from its config without loading weights, in the caller's tensor modes and dtype."""
     if holds_models(module_class):
         return load_held(module_class, folder, build_module)
     if is_of_transformers(module_class):
@@ -416,17 +435,17 @@ def build_module(module_class: Any, folder: Path) -> torch.nn.Module:
 
 
 def turn_on_tiling(module: Any) -> Any:
-    """Have a model work in tiles whose code does nothing without them; it comes back."""
+    """Enable tiling for a model whose code requires it, and return the model."""
     if needs_tiling(type(module).__name__):
         module.enable_tiling()
     return module
 
 
 def find_kept_fp32(module_class: type, precision: str) -> tuple[str, ...]:
-    """List the parts of a class that its authors keep in fp32 when it is loaded in a precision.
+    """List the submodules that a class's authors keep in fp32 when it is loaded in a precision.
 
-    Transformers keeps `_keep_in_fp32_modules` in fp16 only, and `_keep_in_fp32_modules_strict` in
-    bf16 too; Diffusers knows the first name alone, for both.
+    Transformers applies `_keep_in_fp32_modules` to fp16 only, and `_keep_in_fp32_modules_strict` to bf16
+    too; Diffusers knows only the first name, for both.
     """
     if precision == "fp32":
         return ()
@@ -437,7 +456,7 @@ def find_kept_fp32(module_class: type, precision: str) -> tuple[str, ...]:
 
 
 def read_precisions(module: torch.nn.Module) -> tuple[torch.dtype, ...]:
-    """List the floating dtypes of a module's parameters, the one with most values first."""
+    """List the floating dtypes of a module's parameters, the most frequent by elements first."""
     sizes: dict[torch.dtype, int] = {}
     parameters = {id(x): x for part in list_modules(module) for x in part._parameters.values()}
     for parameter in parameters.values():
@@ -455,13 +474,13 @@ def cast_component_(
 ) -> torch.nn.Module:
     """Cast the floating weights of a module as if it had been loaded in `dtype`, and return it.
 
-    Parts that its authors keep in fp32 are cast to fp32. Of other values, those follow that a module makes
-    in the 16 bits that it is built in.
+    Submodules that its authors keep in fp32 are cast to fp32. Dtype attributes and 16-bit tensors outside
+    of the weights are updated as well.
 
     Args:
-        put: given each weight and its `StoredWeight`: `wait_` leaves parameters in the files that they
+        put: receives each weight and its `StoredWeight`: `wait_` leaves parameters in the files that they
             were mapped from, for a `WeightStore` to read. None casts them.
-        patches: get back what isn't a weight when they are undone; None never does.
+        patches: undoing them restores attributes that aren't weights; None makes that change permanent.
     """
     before = list_own_dtypes(module)
     kept = find_kept_fp32(type(module), name_dtype(dtype))
@@ -479,7 +498,7 @@ def cast_component_(
 
 
 def put_precision(module: torch.nn.Module, dtype: torch.dtype, patches: Patches) -> None:
-    """Cast a module like `cast_component_`, until `patches` is undone; old weights are held until then."""
+    """Cast a module like `cast_component_` until `patches` is undone; old weights stay in memory."""
     for tensor in module.state_dict(keep_vars=True).values():
         if tensor.is_floating_point():
             patches.defer(functools.partial(setattr, tensor, "data", tensor.data))
@@ -489,7 +508,7 @@ def put_precision(module: torch.nn.Module, dtype: torch.dtype, patches: Patches)
 def list_block_paths(
     module: torch.nn.Module, kinds: tuple[type[torch.nn.Module], ...] = (torch.nn.ModuleList,)
 ) -> tuple[str, ...]:
-    """List the paths of the members of a component's outermost lists of modules."""
+    """List the paths of a component's blocks: the members of its outermost `kinds`."""
     lists = [path for path, part in module.named_modules() if isinstance(part, kinds)]
     return tuple(
         f"{path}.{name}" if path else name

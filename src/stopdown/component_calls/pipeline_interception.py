@@ -1,12 +1,11 @@
-"""Stand at the calls of one pipeline, or of every pipeline of a process, made later ones too.
+"""Interception of the calls of one pipeline, or of all pipelines that a process creates from now on.
 
-Each pipeline class has a `__call__` of its own. All of them register their components when they are
-made, so that is where a class that was not met before gets the layer put on its `__call__`.
+Each pipeline class has its own `__call__`. All pipelines register their components when they are created,
+so `__call__` of a new class is wrapped at its first registration. `redirect_devices` lets a script that
+was written for CUDA run without it.
 
-`redirect_devices` lets a script that was written for CUDA run where there is none.
-
-Not covered: pipelines that were made before; for devices: what a script asks of `torch.cuda`,
-and autocast on CUDA.
+Not covered: with `intercept_runs`, earlier pipelines; with `redirect_devices`, a script's use of
+`torch.cuda`, and autocast on CUDA.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from stopdown.scaling import ComponentCall, Rank
 
 
 class _LayerHolder(SameInCopies):
-    """A layer as an attribute of its pipeline, gone when that is; a copy has it and does not use it."""
+    """A layer stored on its pipeline, so that it lives as long as the pipeline; copies ignore it."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
 
 
 def put_run_layer(pipe: Any, layer: Layer, patches: Patches) -> None:
-    """Lead the calls of one pipeline through `layer`, until `patches` is undone or the pipeline is gone.
+    """Route the calls of one pipeline through `layer`, until `patches` is undone or the pipeline is gone.
 
-    Python looks `__call__` up in the class, so that is where it is put; other pipelines of the class
-    are called as ever. A pipeline without a `__call__` is left alone.
+    Python looks `__call__` up in the class, so the class is patched; other pipelines of the class aren't
+    affected. A pipeline without `__call__` is left alone.
     """
     owner = next((kind for kind in type(pipe).__mro__ if "__call__" in vars(kind)), None)
     if owner is None:
@@ -81,7 +80,7 @@ def _bind(
 
 
 def intercept_runs(layer: Layer, patches: Patches) -> None:
-    """Lead the calls of every pipeline that is made from now on through `layer`."""
+    """Route the calls of every pipeline that is created from now on through `layer`."""
     from diffusers import DiffusionPipeline
 
     wrapped: set[type] = set()
@@ -109,9 +108,13 @@ def _wrap_call(owner: type, layer: Layer, patches: Patches) -> None:
 
 
 def redirect_devices(target: str, announce: Callable[[str], None], patches: Patches) -> None:
-    """Send to `target` whatever a script sends to CUDA: pipelines, modules, tensors, generators.
+    """Redirect to `target` the pipelines, modules, tensors and generators that a script puts on CUDA.
 
-    Offloading, which needs an accelerator, is left out where the target is none.
+    If the target is the CPU, the script's calls that enable offloading are ignored.
+
+    Args:
+        target: name of a device.
+        announce: receives each message for the user once.
     """
     said: set[str] = set()
 
@@ -139,9 +142,9 @@ def redirect_devices(target: str, announce: Callable[[str], None], patches: Patc
 
 
 def stop_without_kernels(patches: Patches) -> None:
-    """End a script, when it first uses CUDA, if this build of PyTorch has no kernels for any card here.
+    """Stop a script at its first use of CUDA if this build of PyTorch has no kernels for its cards.
 
-    It is not asked earlier: a script may choose its cards by environment variables until then.
+    The check isn't made earlier, because a script may select cards by environment variables until then.
     """
     start, was_asked = torch.cuda._lazy_init, False
 
@@ -158,11 +161,11 @@ def stop_without_kernels(patches: Patches) -> None:
 
 
 def _list_device_takers() -> list[tuple[Any, str]]:
-    """List the functions that take a device, which move, load or make tensors or set the default device.
+    """List (owner, name) of the functions with a device argument: they move, load or create tensors.
 
-    The functions that make tensors are torch's own list, which torch caches when it is first asked for. It
-    is made again here, before any of these functions is replaced: Transformers may have had a
-    `torch.linspace` of its own in place when it was made (5.23.0).
+    Those that create tensors are from PyTorch's own list, which it caches at the first use. The cache is
+    cleared here before any function is replaced, because Transformers may have replaced `torch.linspace`
+    when the list was cached (5.23.0).
     """
     from diffusers import DiffusionPipeline
 

@@ -1,12 +1,12 @@
-"""The dtype that components say they have, to pipelines that cast values between them.
+"""The `dtype` that components report to pipelines, which cast values between components to it.
 
-Some pipelines bring what an encoder returned to `text_encoder.dtype` (LTX-2, Qwen-Image) or to
-`transformer.dtype` (Kandinsky 5, Wan) in their own code, before anything of ours sees it. Where fp16 cannot
-hold what is returned, components that are in fp16 say fp32. Values then stay as they are up to the next
-component, which casts what it takes (`entrances`).
+Some pipelines cast an encoder's output to `text_encoder.dtype` (LTX-2, Qwen-Image) or `transformer.dtype`
+(Kandinsky 5, Wan) in their own code, before Stopdown sees it. If the output may overflow in fp16,
+components in fp16 report fp32 instead. The values then reach the next component unchanged, which casts its
+arguments itself (`entrances`).
 
-**Catches** code that asks a component for its `dtype`, between calls.
-**Does not catch** code that asks a parameter for its dtype, or names fp16 itself.
+**Catches** code that reads a component's `dtype` between calls.
+**Does not catch** code that reads a parameter's dtype, or names fp16 itself.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ _PLACING = (
     "stopdown.",
     "transformers.",
 )
-"""Code that loads, places and casts modules: it is told what their weights are in."""
+"""Python modules that load, place and cast modules: they get the true dtype."""
 
 _narrow: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""Modules in fp16 under casts of ours, and for how many pipelines; a copy of one is not here."""
+"""Module in fp16 whose arguments Stopdown casts → number of pipelines for which it does; without copies."""
 
 _wide: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""Modules that return what fp16 may not hold."""
+"""Module that may return values beyond fp16's range → number of pipelines."""
 
 _classes: dict[type, Patches] = {}
-"""Classes whose property `dtype` is ours; none while nothing is wide."""
+"""Classes whose property `dtype` is replaced; empty while `_wide` is."""
 
 
 def state_dtypes(
     narrow: Collection[nn.Module], wide: Collection[nn.Module], patches: Patches
 ) -> None:
-    """Have fp16 modules report fp32 to pipelines that hold a wide one, until `patches` is undone.
+    """Let fp16 modules report fp32 to pipelines that contain a `wide` one, until `patches` is undone.
 
     Inside of their own calls, and to libraries that load and place them, they report their true dtype.
 
     Args:
-        narrow: modules in fp16, whose arguments are cast at their entrance.
-        wide: modules that may return values beyond fp16.
+        narrow: modules in fp16, whose arguments Stopdown casts.
+        wide: modules that may return values beyond fp16's range.
     """
     with CHANGING:
         for known, modules in ((_narrow, narrow), (_wide, wide)):
@@ -69,7 +69,7 @@ def state_dtypes(
 
 
 def is_upcast(module: nn.Module) -> bool:
-    """Return whether pipelines bring a module to fp32 themselves if it reports fp16: SVD's autoencoder."""
+    """Return whether pipelines cast a module to fp32 if it reports fp16, as SVD's autoencoder."""
     return bool(getattr(getattr(module, "config", None), "force_upcast", False))
 
 
@@ -108,9 +108,13 @@ def _make_getter(original: Callable[[Any], torch.dtype]) -> Callable[[Any], torc
 
 
 def _is_beside_wide(module: nn.Module, frame: FrameType | None) -> bool:
-    """Return whether what holds a module, in running code, holds a wide module as well.
+    """Return whether the running code uses a module together with a wide one.
 
-    That is an object, or else the code that has the module in a variable, and what it has beside it.
+    The stack is searched for an object that holds the module in an attribute, usually the pipeline, or else
+    for a function that has it in a variable; its other attributes or variables are checked.
+
+    Args:
+        frame: the innermost frame to search.
     """
     is_beside: bool | None = None
     while frame is not None:

@@ -1,9 +1,9 @@
-"""The steps of a run: as the pipeline tells them, else counted at the calls of its scheduler.
+"""Counter of denoising steps: as the pipeline reports them, or else from the calls of its scheduler.
 
-Some loops of Diffusers tell a denoiser's `cache_context` the step, timestep and sigma of its calls. That
-holds for a model without a pipeline as well.
+Some loops of Diffusers pass the step, timestep and sigma of a denoiser's calls to its `cache_context`,
+which works without a pipeline as well.
 
-Not covered: samplers that are plain functions and tell nothing: there every call is in step 0.
+Not covered: samplers that are plain functions and report no step; all of their calls are in step 0.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class StepCounter:
     """Counts the steps of a pipeline's scheduler between `follow` and `stop`.
 
     Attributes:
-        pipe: what has the scheduler; None if nothing counts the steps.
-        done: steps that are over in this run.
-        last_result: what the scheduler gave last; None before the first step.
-        last_inputs: the tensors that it was given then.
+        pipe: the object that has the scheduler; None without one.
+        done: number of finished steps in this run.
+        last_result: result of the scheduler's last step; None before the first.
+        last_inputs: tensors in the arguments of that step.
     """
 
     def __init__(
@@ -41,9 +41,10 @@ class StepCounter:
     ) -> None:
         """
         Args:
-            pipe: one without a scheduler makes no steps.
-            on_begin: called when a run's steps are set, before the scheduler sets them.
-            on_step: given the scheduler's result, before the step counts as done.
+            pipe: the object with the scheduler; without one, no steps are counted.
+            rank: of the layers on the scheduler.
+            on_begin: called when a run begins, before the scheduler's `set_timesteps`.
+            on_step: called with the scheduler's result, before the step counts as done.
         """
         self.pipe, self.done = pipe, 0
         self.last_result: Any = None
@@ -54,7 +55,7 @@ class StepCounter:
         self._told: Mapping[str, Any] = {}
 
     def listen(self, denoiser: Any, patches: Patches) -> None:
-        """Take step, timestep and sigma of a denoiser's calls from its `cache_context`, if it has one."""
+        """Read step, timestep and sigma of a denoiser's calls from its `cache_context`, if it has one."""
         if callable(getattr(denoiser, "cache_context", None)):
             put_layer(denoiser, "cache_context", self._hear, patches, self._rank)
 
@@ -68,7 +69,7 @@ class StepCounter:
             self._told = before
 
     def follow(self) -> None:
-        """Count the steps of the scheduler that the pipeline has now; of an earlier one no more."""
+        """Count the steps of the pipeline's current scheduler instead of an earlier one's."""
         scheduler = getattr(self.pipe, "scheduler", None)
         if scheduler is self._scheduler:
             return
@@ -79,23 +80,23 @@ class StepCounter:
                 put_layer(scheduler, method, layer, self._patches, self._rank)
 
     def stop(self) -> None:
-        """Leave the scheduler as it was. A second call does nothing."""
+        """Remove the layers from the scheduler. A second call does nothing."""
         self._patches.undo()
         self._scheduler = None
         self.forget()
 
     def forget(self) -> None:
-        """Forget the last results of an earlier run's scheduler: they say nothing about a new run."""
+        """Forget the last result and inputs, which belong to an earlier run."""
         self.last_result, self.last_inputs = None, ()
 
     @property
     def is_told(self) -> bool:
-        """Whether the loop passed the step to the present call."""
+        """Whether the pipeline has reported the step of the current call."""
         return self._told.get("step_index") is not None
 
     @property
     def total(self) -> int:
-        """Steps of the run; fewer than the scheduler has when it starts from a picture or video."""
+        """The number of steps of the run; from a picture or video, fewer than the scheduler has."""
         if self._told.get("num_inference_steps") is not None:
             return int(self._told["num_inference_steps"])
         told = getattr(self.pipe, "_num_timesteps", None)
@@ -105,13 +106,13 @@ class StepCounter:
         return len(timesteps) if timesteps is not None else 0
 
     def find_step(self, callee: Callee) -> int | None:
-        """Return the step, from 0, that a call made now belongs to; None outside of denoising."""
+        """Return the current step, counted from 0, for a call; None outside of denoising."""
         if self.is_told:
             return int(self._told["step_index"])
         return self.done if callee.stage == "denoise" else None
 
     def name_step(self, callee: Callee) -> str:
-        """Name the step of a call made now: ` at step 2 of 2 (sigma 0.9)`; "" outside of denoising."""
+        """Describe the current step, such as ` at step 2 of 2 (sigma 0.9)`; "" outside of denoising."""
         step, total = self.find_step(callee), self.total
         if step is None or not total:
             return ""
@@ -119,7 +120,7 @@ class StepCounter:
         return f" at step {step + 1} of {total}" + (f" ({', '.join(told)})" if told else "")
 
     def name_last_step(self) -> str:
-        """Name the scheduler's last step: ` at step 2 of 2`; "" before the first."""
+        """Describe the scheduler's last step, such as ` at step 2 of 2`; "" before the first."""
         return f" at step {self.done} of {self.total}" if self.done and self.total else ""
 
     def _step(self, call: ComponentCall) -> Any:
@@ -136,4 +137,4 @@ class StepCounter:
 
 
 _PLACES = ("timestep", "sigma")
-"""Where in its noise a step is, as Diffusers tells it."""
+"""Keywords of Diffusers' `cache_context` that show a step's noise level."""

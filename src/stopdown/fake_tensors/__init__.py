@@ -1,1 +1,1 @@
-"""Modules and calls on tensors without memory: built, run, and the values that are known of them."""
+"""Modules and calls on fake tensors, which have no memory, and the values that can still be known."""

@@ -1,11 +1,11 @@
-"""Values of a call's tensors that do not depend on weights, computed beside the fake ones.
+"""Values of fake tensors that don't depend on weights, computed along with the fake ones.
 
-Positions, masks and lengths follow from the arguments alone. Code on fake tensors that asks for them
-gets them, and sizes that they decide are found.
+Positions, masks and lengths follow from a call's arguments alone. Code on fake tensors that reads their
+values gets them, and sizes that depend on them are computed.
 
-**Catches** functions of torch and methods of tensors, on tensors up to a size.
-**Does not catch** values that depend on weights: a mask of such values is taken as full where it decides
-a size; a number of them is not known, and the code that asks for it fails.
+**Catches** functions of PyTorch and methods of tensors, on tensors up to a size.
+**Does not catch** values that depend on weights: a mask of such values counts as full if a size depends on
+it; if code reads a number from them, it fails.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from stopdown.numerics import iterate_tensors
 from stopdown.operations import read_calls
 
 LARGEST_KNOWN = 1 << 18
-"""Values are computed for tensors up to this size; a mask of 512 by 512 tokens fits."""
+"""Most elements of a tensor whose values are computed; a mask of 512 by 512 tokens fits."""
 
 
 class ArgumentValues(TorchFunctionMode):
-    """Knows, while it is entered, the values that follow from those that `set_known` was told of."""
+    """A function mode that computes values of fake tensors from those that `set_known` has attached."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -59,7 +59,7 @@ def set_known(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
 
 
 def find_known(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor's values; None if they depend on weights or are more than `LARGEST_KNOWN`."""
+    """Return a tensor's values; None if they depend on weights, or beyond `LARGEST_KNOWN` elements."""
     if not (isinstance(tensor, FakeTensor) or tensor.is_meta):
         return tensor if tensor.numel() <= LARGEST_KNOWN else None
     found: torch.Tensor | None = getattr(tensor, "stopdown_known", None)
@@ -116,7 +116,10 @@ _UNANSWERED = object()
 
 
 def _answer(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Answer a question about a fake tensor's values; return `_UNANSWERED` if they are unknown."""
+    """Run an operation that reads a fake tensor's values, such as `item()`, on its known values.
+
+    Return `_UNANSWERED` if they are unknown.
+    """
     tensors = list(iterate_tensors((args, kwargs)))
     if not any(isinstance(x, FakeTensor) for x in tensors):
         return _UNANSWERED
@@ -130,10 +133,9 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 
 def _compute(func: Any, args: Any, kwargs: Any) -> Any:
-    """Compute a function's result from known values; return None if that is not possible.
+    """Compute a function's result from known values of its fake arguments.
 
-    It is not where values are unknown or too many, or where the function fails. A function that returns
-    None gives ().
+    Return None if values are unknown or too many, or if the function fails; () if its result is None.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     real: list[Any] = []
@@ -175,7 +177,7 @@ def read_index(index: Any) -> Any:
 
 
 def _read_number(value: Any, otherwise: int | None) -> Any:
-    """Return the number in a fake integer scalar; `otherwise` if it depends on weights.
+    """Return the value of a fake integer scalar, or `otherwise` if it depends on weights.
 
     Other values are returned unchanged.
     """
@@ -187,9 +189,9 @@ def _read_number(value: Any, otherwise: int | None) -> Any:
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function on fake tensors, even if values decide the size of its result: `nonzero`, `x[mask]`.
+    """Run a function on fake tensors, even if its result's size depends on values: `nonzero`, `x[mask]`.
 
-    Values that depend on weights count as zeros, booleans among them as True.
+    For the size, values that depend on weights count as 0, or True if boolean.
     """
     try:
         return func(*args, **kwargs)
@@ -221,10 +223,10 @@ def _fill(tensor: FakeTensor) -> torch.Tensor:
 INDEXING = ("__getitem__", "__setitem__")
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _LARGEST_STAND_IN = 1 << 26
-"""Elements of tensors that are filled to find the size of a result."""
+"""Most elements of fake arguments that are filled with values to find the size of a result."""
 
 
 def _is_large(args: Any, kwargs: Any) -> bool:
-    """Return whether the sizes written out in a call ask for a large tensor."""
+    """Return whether the product of the integers in a call's arguments may be that of a large tensor."""
     sizes = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, int)]
     return math.prod(max(1, abs(x)) for x in sizes) > 64 * LARGEST_KNOWN

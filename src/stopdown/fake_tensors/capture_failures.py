@@ -1,4 +1,4 @@
-"""Why a call could not be captured: the line of the model's code that stops it."""
+"""Errors of calls that can't be captured, with the line of the model's code that fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stopdown.errors import CaptureError, take_first_line
 
 
 def describe_failure(error: Exception, module: torch.nn.Module) -> CaptureError:
-    """Describe why a module's code did not run on fake tensors, with the line that stopped it."""
+    """Make the error for a module whose code failed on fake tensors, with the line that failed."""
     reason = take_first_line(error)
     return CaptureError(
         f"{type(module).__name__} cannot be captured as a graph: {reason} ({_blame(error)}).",
@@ -24,7 +24,7 @@ def describe_failure(error: Exception, module: torch.nn.Module) -> CaptureError:
 
 
 def _blame(error: BaseException) -> str:
-    """Return the last line of model code in an error's traceback, as file, line and text."""
+    """Return the innermost line of model code in an error's traceback, as `file:line: text`."""
     frames = list(_frames(error))
     here = str(Path(__file__).parents[1])
     ours = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(here)]

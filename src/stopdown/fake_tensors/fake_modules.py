@@ -1,4 +1,4 @@
-"""Modules of fake tensors: built, found and renewed."""
+"""Construction, conversion and copying of modules with fake tensors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from stopdown.fold_names import name_parameters
 from stopdown.interception.patches import CHANGING, Patches
 
 _NO_SWAP = "Couldn't swap"
-"""What PyTorch says when it converts a fake parameter, as `to_empty` and `skip_init` do."""
+"""Beginning of PyTorch's error when a fake parameter is converted, as by `to_empty` and `skip_init`."""
 
 
 def build_fake(factory: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
-    """Build a module in `dtype` from the start, without memory for its weights.
+    """Build a module directly in `dtype` with fake tensors, without memory for its weights.
 
-    Code that reads values of tables while it builds (rates of dropped paths) has them on the host.
+    If its constructor reads values of tensors (rates of dropped paths), these are real, on the host.
     """
     before, mode = torch.get_default_dtype(), FakeTensorMode(allow_non_fake_inputs=True)
     torch.set_default_dtype(dtype)
@@ -41,7 +41,10 @@ def build_fake(factory: Callable[[], torch.nn.Module], dtype: torch.dtype) -> to
 
 
 def _choose_conversion() -> Callable[..., torch.nn.Module]:
-    """Return `Module._apply` that converts fake parameters too; modules of other threads have none."""
+    """Return a replacement of `Module._apply` that can convert fake parameters.
+
+    For modules without any, as those of other threads, it calls the original.
+    """
     convert_real = torch.nn.Module._apply
 
     def apply(
@@ -57,7 +60,7 @@ def _choose_conversion() -> Callable[..., torch.nn.Module]:
 def convert_fakes_(
     module: torch.nn.Module, convert: Callable[[Any], Any], recurse: bool = True
 ) -> torch.nn.Module:
-    """Do what `Module._apply` does to fake parameters, which PyTorch refuses to swap."""
+    """Apply a conversion to a module with fake tensors as `Module._apply` does, which fails on them."""
     patches = Patches()  # never undone, as a conversion isn't
     with find_mode(module):
         for part in module.modules() if recurse else (module,):
@@ -73,7 +76,7 @@ def convert_fakes_(
 
 
 def make_fake(module: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
-    """Replace the tensors of a module, which no other code holds, with fake ones on the host."""
+    """Replace the tensors of a module by fake ones on the host, in place, and return it."""
     made: dict[int, torch.nn.Parameter] = {}
     for part in module.modules():
         for name, own in part.named_parameters(recurse=False):
@@ -92,7 +95,7 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as a parameter; a fake one is marked in place, so nothing else may hold it."""
+    """Return a tensor as a parameter; a fake one is marked in place, so it must not be shared."""
     if not isinstance(tensor, FakeTensor):
         return torch.nn.Parameter(tensor, requires_grad=False)
     tensor._is_param = True
@@ -108,9 +111,9 @@ def find_mode(module: torch.nn.Module) -> FakeTensorMode:
 
 
 def detach_derived(module: torch.nn.Module) -> dict[int, Any]:
-    """Return a memo for `copy.deepcopy` of a module, with tensors computed from its parameters detached.
+    """Return a memo for `copy.deepcopy` of a module that detaches tensors computed from its parameters.
 
-    `torch.nn.utils.weight_norm` leaves such a tensor as an attribute, and PyTorch refuses to copy it with
+    `torch.nn.utils.weight_norm` stores such a tensor in an attribute, and PyTorch refuses to copy it with
     its gradient history.
     """
     held = (x for part in module.modules() for x in vars(part).values())
@@ -120,12 +123,12 @@ def detach_derived(module: torch.nn.Module) -> dict[int, Any]:
 def renew_fakes(
     module: torch.nn.Module, mode: FakeTensorMode, known: Collection[int] = ()
 ) -> dict[int, Any]:
-    """Return a memo for `copy.deepcopy` of a module, with its fake tensors renewed in `mode`.
+    """Return a memo for `copy.deepcopy` of a module that replaces its fake tensors by new ones in `mode`.
 
     `deepcopy` must copy neither them nor their mode (torch 2.13.0, 2026-11-21). A mode knows storages by
-    their addresses and frees each when it dies; a copy of it frees the same ones again, and code that runs
-    much later meets freed memory. Empty tables (of hooks, a dozen per module) are in the memo because
-    copying them takes a third of the time.
+    their addresses and frees each when it dies; a copy of the mode frees them again, which corrupts
+    memory much later. Empty dicts (of hooks, a dozen per module) are in the memo because copying them
+    takes a third of the time.
 
     Args:
         known: ids of tensors to leave out of the memo.
