@@ -496,7 +496,10 @@ def _tells_no_value(target: Any) -> bool:
 
 
 def state_equations(op: PlacedOperation) -> bool:
-    """Add an operation's equations to the system; without a rule fix all at 0 and return False."""
+    """Add an operation's equations to the system; return False if it has no rule.
+
+    Without a rule, the exponents of its inputs and result are fixed at 0.
+    """
     rule, in_place = find_rule(op.node)
     (rule or pin)(op)
     changed = op.node.args[0] if in_place and op.node.args else None

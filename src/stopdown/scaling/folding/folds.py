@@ -471,7 +471,7 @@ def find_folded_parts(module: torch.nn.Module, scaling: Scaling) -> list[torch.n
 
 
 def restrict_scaling(scaling: Scaling, path: str) -> Scaling:
-    """Return a scaling's entries for one submodule, with names relative to it, as a scaling of its own."""
+    """Return the scaling of one submodule: the entries inside it, with names relative to it."""
 
     def keep(names: Iterable[str]) -> dict[str, str]:
         return {x: x[len(path) + 1 :] for x in names if is_inside(x, path)}

@@ -125,7 +125,7 @@ def run_capture(
 
 @contextlib.contextmanager
 def _leaving_vmap() -> Iterator[None]:
-    """Leave the `vmap` regions in which a graph fails, as PyTorch would keep them open."""
+    """Leave the `vmap` regions that PyTorch keeps open when a graph fails inside them."""
     before = torch._C._functorch.maybe_current_level() or 0
     try:
         yield

@@ -404,7 +404,7 @@ class CallWatch(SameInCopies):
             self._thread.is_led = False
 
     def _track(self, call: ComponentCall, output: Any) -> Any:
-        """Have backward passes that would be wrong raise an error; report fp16 gradients once."""
+        """Raise errors in backward passes that would be wrong; report once that gradients are fp16."""
         if not torch.is_grad_enabled() or not is_plain():
             return output
         if not self.is_removed:
