@@ -1,1 +1,1 @@
-"""Devices: what this machine has and computes in, what is known of others, builds of PyTorch, memory."""
+"""Devices of this machine, profiles of others, their number formats and memory, and builds of PyTorch."""

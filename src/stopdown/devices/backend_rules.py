@@ -1,15 +1,15 @@
-"""Rules of the backends as data: which dtypes an operation takes together, and which it lacks.
+"""Rules on the dtypes that each backend's operations accept, as data.
 
 `knowledge/rules/backend_dtypes.toml` has a row for each operation and backend (CPU, CUDA, MPS), with its
-source; `attention.toml` which kernels of scaled dot product attention there are, by compute
-capability; `versions.toml` which versions are known to be at fault. Tensors on `meta` do not
-raise where a real device does (linear, layer_norm, group_norm), so a check compares the operands that a
-captured graph shows with these rules.
+source. `attention.toml` lists the kernels of scaled dot product attention by compute capability, and
+`versions.toml` the versions with known faults. Tensors on `meta` do not raise where a real device does
+(linear, layer_norm, group_norm), so a check compares the operands in a captured graph with these rules.
 
-**Catches** operands of different dtypes, and formats that an operation is not implemented in, by
-backend, capability, versions of macOS and torch, and what a CPU's instruction sets leave to oneDNN.
-**Does not catch** what depends on sizes, layouts or values. The CPU's rows are held against what torch
-does (tests/devices/test_backend_rules.py); those of CUDA and MPS rest on their sources.
+**Catches** operands of different dtypes, and formats in which an operation is not implemented, by backend,
+compute capability, and versions of macOS and torch; on a CPU also by whether its instruction sets let
+PyTorch use oneDNN.
+**Does not catch** faults that depend on sizes, layouts or values. The rows of the CPU are tested against
+torch (tests/devices/test_backend_rules.py); those of CUDA and MPS rely on their sources.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import msgspec
 from stopdown.files.toml_files import read_rows, read_rules
 
 ANY = "*"
-"""In `BackendRow.also`: any format."""
+"""Wildcard for any format in `BackendRow.also`."""
 
 
 class Gap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Formats that an operation is not implemented in.
+    """Formats in which an operation is not implemented.
 
     Attributes:
-        message: what is raised, or a sentence; for people.
-        before_capability: only below this CUDA compute capability.
-        before_macos: only before this version of macOS.
-        before_torch: only before this version of torch.
+        message: the error that is raised, or a sentence.
+        before_capability: applies only below this CUDA compute capability; None for all.
+        before_macos: applies only before this version of macOS; None for all.
+        before_torch: applies only before this version of torch; None for all.
     """
 
     formats: tuple[str, ...]
@@ -46,14 +46,14 @@ class Gap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BackendRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one backend makes of an operation's operands.
+    """Operand dtypes that one backend accepts for an operation.
 
     Attributes:
-        accepts: `same`: all operands have one dtype; `promoted`: any mixture, and the result has the
-            widest.
-        also: beside `same`: formats in the order of the operation's operands, `*` for any.
+        accepts: `same`: all operands must have one dtype; `promoted`: any mixture, and the result has the
+            widest dtype.
+        also: combinations accepted besides `same`: formats in the order of the operands, `*` for any.
         gaps: formats that are not implemented.
-        onednn: `also` holds only where PyTorch does not give the first operand's format to oneDNN.
+        onednn: whether `also` only applies if PyTorch does not use oneDNN for the first operand's format.
     """
 
     accepts: Literal["same", "promoted"]
@@ -63,21 +63,22 @@ class BackendRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     onednn: bool = False
 
     def list_also(self, place: Place) -> list[tuple[str, ...]]:
-        """Return the patterns of `also` that apply at a place; if its oneDNN is unknown, those of fp64
-        only.
+        """Return the combinations in `also` that apply at a place.
+
+        If its oneDNN formats are unknown, combinations that depend on oneDNN only apply to fp64.
         """
         taken = ("fp32", "bf16", "fp16") if place.onednn is None else place.onednn
         return [pattern for pattern in self.also if not self.onednn or pattern[0] not in taken]
 
 
 class BackendRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An operation, its floating operands, and what each backend makes of them.
+    """Rules for one operation on each backend.
 
     Attributes:
-        targets: its names in a captured graph, without overload: `aten.layer_norm`.
-        operands: the floating operands, by their argument names; for an operation that takes a list
-            of tensors the one name of that list; none when nothing is compared.
-        rows: by backend: `cpu`, `cuda`, `mps`. A backend without a row is one nothing is known of.
+        targets: names of the operation in a captured graph, without overload: `aten.layer_norm`.
+        operands: argument names of the floating operands; for an operation on a list of tensors, the name
+            of that argument; empty if dtypes are not compared.
+        rows: accepted dtypes by backend: `cpu`, `cuda`, `mps`. Nothing is known of a backend without a row.
     """
 
     name: str
@@ -87,11 +88,11 @@ class BackendRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AttentionKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A kernel of scaled dot product attention, as `torch.nn.attention.SDPBackend` names them.
+    """A kernel of scaled dot product attention, named as in `torch.nn.attention.SDPBackend`.
 
     Attributes:
-        from_capability: the first CUDA compute capability that has it in these formats.
-        note: a sentence for people.
+        from_capability: the lowest CUDA compute capability that has it in these formats.
+        note: remark for users, as a sentence.
     """
 
     name: Literal["flash", "efficient", "cudnn", "math"]
@@ -103,16 +104,16 @@ class AttentionKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class VersionFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Versions of a package with a known fault.
+    """Known fault of some versions of a package.
 
     Attributes:
         package: `torch`, `diffusers`, `transformers`, `macos`.
-        versions: as in a requirement: `>=2.4,<2.4.1`.
+        versions: affected versions, as in a requirement: `>=2.4,<2.4.1`.
         remedy: what to type or do.
-        backends: where it shows; empty for everywhere.
-        formats: in which formats; empty for all.
-        operations: in which operations, by name; empty for unknown.
-        capabilities: on cards of which CUDA compute capability; empty for all.
+        backends: affected backends; empty for all.
+        formats: affected formats; empty for all.
+        operations: names of affected operations; empty if unknown.
+        capabilities: CUDA compute capabilities of affected cards; empty for all.
     """
 
     package: str
@@ -128,12 +129,12 @@ class VersionFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Ruling:
-    """What the rules say of one call.
+    """Verdict of the rules on one operation.
 
     Attributes:
-        accepted: False when the backend refuses it; True also where nothing is known.
-        reason: whole sentences; "" when it is accepted.
-        source: where that is said; "" when nothing is known.
+        accepted: False if the backend refuses it; also True if nothing is known.
+        reason: why it is refused, in whole sentences; "" if it is accepted.
+        source: source of the rule; "" if it is accepted.
     """
 
     accepted: bool
@@ -143,15 +144,15 @@ class Ruling:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an operation would run.
+    """Device and versions with which an operation would run.
 
     Attributes:
         backend: `cpu`, `cuda` or `mps`.
-        capability: CUDA compute capability, None when unknown or elsewhere.
-        macos: version of macOS, empty when unknown.
-        torch: version of torch, empty when unknown.
-        onednn: on a CPU, formats whose convolutions PyTorch gives to oneDNN, which depends on its
-            instruction sets (`environment.find_onednn_formats`); None when unknown.
+        capability: CUDA compute capability; None if unknown or not CUDA.
+        macos: version of macOS; empty if unknown.
+        torch: version of torch; empty if unknown.
+        onednn: on a CPU, formats for whose convolutions PyTorch uses oneDNN, which depends on the
+            instruction sets (`find_onednn_formats`); None if unknown.
     """
 
     backend: str
@@ -162,7 +163,7 @@ class Place:
 
 
 def find_backend_rule(target: object) -> BackendRule | None:
-    """Return the operation of a call in a captured graph; None if there are no rules for it.
+    """Return the rules for an operation of a captured graph; None if there are none.
 
     Args:
         target: an overload such as `torch.ops.aten.linear.default`, its name, `aten.linear` or `linear`.
@@ -179,8 +180,8 @@ def judge_operands(
     """Return whether a backend accepts operands of these formats together.
 
     Args:
-        operands: formats by argument name, several for a list of tensors. Names that the operation
-            does not compare are passed over.
+        operands: formats by argument name, several for a list of tensors. Arguments whose dtypes the
+            operation does not compare are ignored.
     """
     row = operation.rows.get(place.backend)
     given = [(name, fmt) for name in operation.operands for fmt in operands.get(name, ())]
@@ -215,10 +216,11 @@ def judge_format(operation: BackendRule, place: Place, format_name: str) -> Ruli
 
 
 def list_attention(backend: str, capability: tuple[int, int] | None) -> dict[str, tuple[str, ...]]:
-    """Return the formats that each attention kernel of a backend takes, by the kernel's name.
+    """Return the formats that each attention kernel of a backend supports, by the kernel's name.
 
     Args:
         backend: `cpu`, `cuda` or `mps`.
+        capability: CUDA compute capability; None elsewhere.
     """
     found: dict[str, tuple[str, ...]] = {}
     for kernel in read_rows("attention", "kernel", AttentionKernel):
@@ -263,7 +265,7 @@ def _describe_also(operation: BackendRule, also: Iterable[tuple[str, ...]]) -> s
 
 
 def _applies(gap: Gap, place: Place) -> bool:
-    """Return whether a gap applies at a place; it does not where the place lacks a fact for its limits."""
+    """Return whether a gap applies at a place; a limit on a version that is unknown there isn't met."""
     limits = (
         (gap.before_capability, place.capability),
         (gap.before_macos, place.macos),
@@ -287,7 +289,7 @@ def read_backend_rules() -> tuple[BackendRule, ...]:
 
 
 def parse_operations(data: Mapping[str, Any]) -> list[BackendRule]:
-    """Parse the operations in the tables of `backend_dtypes.toml`.
+    """Parse the rules in the tables of `backend_dtypes.toml`.
 
     A row under `all` applies to each backend without a row of its own.
     """

@@ -1,4 +1,4 @@
-"""The devices of this machine, and the choice of one."""
+"""Listing of this machine's devices, and choice of one by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stopdown.devices.torch_builds import (
 from stopdown.errors import OptionError
 
 KINDS = ("cpu", "cuda", "mps", "xpu")
-"""What PyTorch calls the kinds of devices that a run takes."""
+"""PyTorch's names of the device types that Stopdown supports."""
 
 
 def is_device_name(name: str) -> bool:
@@ -35,11 +35,13 @@ class Device:
     """A device of this machine.
 
     Attributes:
-        type: `cuda`, `mps`, `cpu`, or what PyTorch calls another accelerator: `xpu`.
-        index: which of several, from 0.
+        type: PyTorch's device type: `cuda`, `mps`, `cpu` or `xpu`.
+        index: number of the device among those of its type, from 0.
+        name: name of its model.
         capability: CUDA compute capability, such as (7, 0); None elsewhere.
-        memory_bytes: memory of the device, or what this process may use of the machine's.
-        missing: why this build of PyTorch cannot compute on it; None when it can.
+        memory_bytes: memory of the device; for the CPU, the host memory that this process may use.
+        reason: why the device was chosen, as a sentence.
+        missing: why this build of PyTorch cannot compute on it; None if it can.
     """
 
     type: str
@@ -98,7 +100,7 @@ def read_build() -> Build:
 
 
 def find_missing_mps() -> OptionError | None:
-    """Return an error that explains why MPS is missing on a Mac; None if its macOS is not the cause."""
+    """Return an error if this macOS is too old for PyTorch's MPS; None if that is not the problem."""
     import torch
 
     if not torch.backends.mps.is_built() or torch.backends.mps.is_available():
@@ -113,7 +115,11 @@ def read_macos() -> tuple[int, ...]:
 
 
 def name_device(function: str, given: Any) -> str | None:
-    """Return the name of a device that is given by its name or as a `torch.device`; None for none."""
+    """Return the name of a device given by name or as a `torch.device`; None for None.
+
+    Args:
+        function: name of the public function, for the error about a wrong type.
+    """
     import torch
 
     check_type(
@@ -139,7 +145,7 @@ def require_kernels(device: Device) -> Device:
     """Return the device unchanged if this build of PyTorch has kernels for it.
 
     Raises:
-        OptionError: it has none.
+        OptionError: the build has no kernels for the device.
     """
     if device.missing is not None:
         raise device.missing
@@ -147,7 +153,13 @@ def require_kernels(device: Device) -> Device:
 
 
 def select_device(name: str, devices: list[Device]) -> Device:
-    """Return the device with this name from a list in order of preference; kernels are not required."""
+    """Return the first device with this name from a list, preferring ones with kernels.
+
+    The chosen device may have no kernels in this build of PyTorch; see `require_kernels`.
+
+    Raises:
+        OptionError: no device in the list has this name.
+    """
     asked = name.strip().lower()
     matches = [x for x in devices if asked in ("auto", x.type, f"{x.type}:{x.index}")]
     missing = find_missing_mps() if asked == "mps" and not matches else None
@@ -171,7 +183,7 @@ def select_device(name: str, devices: list[Device]) -> Device:
 
 
 def _explain_no_cuda(asked: str, devices: list[Device]) -> str:
-    """Say that this PyTorch has no CUDA; "" where that isn't why."""
+    """Return a clause for an error: this PyTorch is built without CUDA; "" if that is not the reason."""
     import torch
 
     if not asked.startswith("cuda") or any(x.type == "cuda" for x in devices):

@@ -1,4 +1,4 @@
-"""Memory of a device while something runs: its peak, giving it back, and errors when it is full."""
+"""Memory of devices: measuring the peak of a block, freeing cached memory, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stopdown.out_of_memory import is_out_of_memory
 
 
 def free_memory() -> None:
-    """Collect garbage and return cached device memory; a discarded pipeline may hold itself in a cycle."""
+    """Collect garbage, as a discarded pipeline may be part of a cycle, and release cached device memory."""
     import torch
 
     gc.collect()
@@ -27,12 +27,12 @@ _CGROUPS = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Files below a root of control groups, of version 2 and of version 1: limit, use, and in
-`memory.stat` what of the use is files that can be dropped."""
+"""Files of control groups version 2 and 1 with the limit and the use of memory, and the field of
+`memory.stat` for the page cache that can be dropped."""
 
 
 HOST_SHARE = 0.7
-"""Of the host memory that is free: weights that take more wait in the checkpoint's files."""
+"""Share of free host memory for idle weights; if they need more, they are read from files instead."""
 
 
 def find_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
@@ -52,7 +52,7 @@ def find_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 @contextmanager
 def describing_out_of_memory() -> Iterator[None]:
-    """Convert a device's out-of-memory errors within the block to a `StopdownError` with a remedy."""
+    """Convert out-of-memory errors raised in the block to a `StopdownError` with a remedy."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -68,12 +68,12 @@ def describing_out_of_memory() -> Iterator[None]:
 
 @dataclass
 class PeakMemory:
-    """The peak of memory use during a block; complete when the block has ended.
+    """Peak of memory use during a block; filled in when the block has ended.
 
     Attributes:
-        peak_bytes: the largest use. On accelerators all that was allocated on the device; on the
-            CPU the growth of the process's resident memory (RSS) since the block began.
-        method: what was measured, one sentence.
+        peak_bytes: peak memory. On accelerators, all that was allocated on the device; on the CPU, the
+            growth of the process's resident memory (RSS) since the block began.
+        method: description of what was measured.
     """
 
     peak_bytes: int = 0
@@ -87,9 +87,9 @@ _SAMPLE_S = 0.02
 def peak_memory(device: Device) -> Iterator[PeakMemory]:
     """Measure the peak of memory use during the block.
 
-    On the CPU and on mps a thread reads the use every 20 ms, so a peak shorter than that can be
-    missed, and memory that was freed before the block and is used again does not count as growth.
-    Elsewhere the allocator's own peak is exact; its counter is reset, so blocks must not be nested.
+    On the CPU and on mps, a thread reads the use every 20 ms, so that shorter peaks can be missed. On the
+    CPU, memory that was freed before the block and is used again does not count. Elsewhere the allocator's
+    own peak is exact; its counter is reset, so blocks must not be nested.
     """
     if device.type == "mps":
         measure = _sample_peak(

@@ -1,12 +1,11 @@
-"""What is known of a device without owning it: profiles as data, each fact with its source.
+"""Device profiles: facts about devices as data, so that decisions can be made for a machine elsewhere.
 
-A profile is a TOML file in `knowledge/devices/`, or one of the user's own: which formats the device
-computes in and at what rate, its compute capability, its memory, and what is known to be wrong with
-it. It answers what a probe would have answered: `supports` gives `Support` by format, so that every
-decision about a precision can be taken for a machine that is not here. What depends on the compute
-capability alone (attention kernels, missing operations) is in `backends`.
+A profile is a TOML file in `knowledge/devices/`, or a user's own. For each number format it states how the
+device computes in it and at what rate, and also the compute capability, memory and known faults, each with
+its source. `Profile.supports` has the same form as the result of `probe_formats` on a real device. Facts
+that depend on the compute capability alone (attention kernels, missing operations) are in `backend_rules`.
 
-Not covered: a fact that is wrong. Rates are those of large matrix products; a run sees a part.
+Not covered: wrong facts. Rates are those of large matrix products; a run gains less.
 """
 
 from __future__ import annotations
@@ -42,19 +41,19 @@ from stopdown.files.toml_files import read_folder
 from stopdown.number_formats import FORMATS, PRECISIONS
 
 State = Literal["native", "emulated", "slow", "broken", "missing"]
-"""`native`: in the arithmetic units. `emulated`: computed in fp32. `slow`: in the units, at a small
-part of the rate of fp32. `broken`: in the units, with wrong results. `missing`: refused."""
+"""State of a format on a device. `native`: in hardware. `emulated`: computed in fp32. `slow`: in hardware,
+at a small fraction of the rate of fp32. `broken`: in hardware, with wrong results. `missing`: refused."""
 
 
 class FormatFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a device computes in one format.
 
     Attributes:
-        rate: rate of large matrix products over that of fp32, as PyTorch computes fp32 by default (2.0 is
-            twice as fast): measured with PyTorch where a source has that, else the maker's peak; None
-            when no source gives it.
-        accumulates: what products are summed in: `fp32`, `fp16`; "" when no source says so.
-        tflops: rate of large matrix products in 10^12 operations a second; None when no source says.
+        rate: rate of large matrix products relative to fp32 with PyTorch's defaults (2.0 is twice as
+            fast): measured with PyTorch if a source has that, else the vendor's peak; None without a
+            source.
+        accumulates: dtype in which products are summed: `fp32`, `fp16`; "" without a source.
+        tflops: rate of large matrix products in 10^12 operations per second; None without a source.
     """
 
     state: State
@@ -66,26 +65,27 @@ class FormatFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Capability(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """CUDA compute capability: major and minor number."""
+    """CUDA compute capability, as major and minor number."""
 
     number: tuple[int, int]
     source: str
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Memory of the device; of several sizes sold the smallest."""
+    """Memory of the device; the smallest if it is sold with several sizes."""
 
     gib: float
     source: str
 
 
 class DeviceFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Something that is known to go wrong on the device.
+    """Known fault of a device.
 
     Attributes:
-        formats: in which formats; empty for all.
-        operations: in which operations, by their names in `backends`; empty for all.
-        accumulates: what the operation sums in where the fault is its sums: `fp16`.
+        what: description of the fault.
+        formats: affected formats; empty for all.
+        operations: affected operations, by their names in `backend_rules`; empty for all.
+        accumulates: dtype of the operation's sums, if they are the fault: `fp16`.
     """
 
     what: str
@@ -97,20 +97,22 @@ class DeviceFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A device, known from its maker's papers.
+    """Facts about a device, from documents or from this machine.
 
     Attributes:
-        name: what `--device` takes: `v100`.
-        kind: `cuda` (AMD's as well, as in PyTorch), `mps` or `cpu`.
-        matches: pattern of the names that the system gives such a device; "" matches none.
-        aliases: other names that `--device` takes.
+        name: name for `--device`, such as `v100`.
+        title: full name of the device.
+        kind: `cuda` (also for AMD, as in PyTorch), `mps` or `cpu`.
+        formats: facts by number format.
+        matches: regular expression for the system's name of such a device; "" matches none.
+        aliases: other names for `--device`.
         architecture: `sm70`, `gfx1100`, `M1`, `avx512`.
-        capability: None unless it is NVIDIA's.
-        macos: version of macOS that the facts hold for, on mps.
-        memory: None when it differs from machine to machine.
-        instructions: of a CPU, the instruction sets that `knowledge/rules/instructions.toml` names;
-            None when they are not known.
-        onednn: of a CPU, formats whose convolutions PyTorch gives to oneDNN, where PyTorch was asked.
+        capability: CUDA compute capability of NVIDIA's devices; None for others.
+        macos: version of macOS to which the facts apply, on mps.
+        memory: memory of the device; None if it differs between machines.
+        instructions: instruction sets of a CPU, as far as `knowledge/rules/instructions.toml` lists them;
+            None if they are not known.
+        onednn: formats for whose convolutions PyTorch uses oneDNN on a CPU; None unless PyTorch was asked.
     """
 
     name: str
@@ -129,7 +131,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def onednn_formats(self) -> tuple[str, ...] | None:
-        """Formats whose convolutions PyTorch gives to oneDNN; None when that is not known."""
+        """Formats for whose convolutions PyTorch uses oneDNN; None if that is not known."""
         if self.onednn is None and self.instructions is not None:
             return find_onednn_formats(self.instructions)
         return self.onednn
@@ -141,12 +143,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the device in bytes, 0 when it is not known."""
+        """Memory of the device in bytes; 0 if it is not known."""
         return int(self.memory.gib * 2**30) if self.memory else 0
 
     @property
     def supports(self) -> dict[str, Support]:
-        """The support of fp32, bf16 and fp16 that a probe would find, as far as the sources tell."""
+        """Support of fp32, bf16 and fp16, in the form of a probe's result, as far as sources tell."""
         return {name: self._support(name) for name in PRECISIONS}
 
     def _support(self, name: str) -> Support:
@@ -167,7 +169,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.title}: {name} is {fact.state}.{note}{rate} ({fact.source})"
 
     def as_device(self) -> Device:
-        """Return the profile as a device, in place of a device of this machine."""
+        """Return a `Device` with the facts of the profile, for decisions about a machine elsewhere."""
         reason = f"The profile {self.name} was requested; this machine may have another device."
         return Device(self.kind, 0, self.title, self.number, self.memory_bytes, reason)
 
@@ -212,11 +214,11 @@ def find_profile(name: str) -> Profile:
 
 
 def find_device_target(name: str = "auto", *, needs_kernels: bool = True) -> tuple[Device, Profile]:
-    """Return the device or profile that `--device` names, as a device and its profile.
+    """Return the `Device` and the `Profile` for a value of `--device`.
 
     Args:
         name: `auto`, `cuda`, `cuda:1`, `mps`, `cpu`; a profile: `v100`; or a path to one: `mine.toml`.
-        needs_kernels: raise an error unless this build of PyTorch can compute on the device.
+        needs_kernels: raise `OptionError` if this build of PyTorch cannot compute on the device.
     """
     if is_profile(name):
         profile = find_profile(name)
@@ -300,7 +302,7 @@ def _unknown_profile(name: str) -> OptionError:
 
 
 _MOST_BYTES = 2**16
-"""The longest profile of the package has 1,400."""
+"""Size limit of a profile; the longest in the package has 1,400 bytes."""
 
 
 def parse_profile(text: str, name: str) -> Profile:
@@ -366,7 +368,7 @@ def format_profile(profile: Profile) -> str:
 
 
 def _format_plain(entry: msgspec.Struct) -> Iterator[str]:
-    """Yield TOML lines for the fields of a record that are text, numbers or lists of them and not empty."""
+    """Yield a TOML line for each field of a record that is a text, number or list, unless empty."""
     for name in entry.__struct_fields__:
         value = getattr(entry, name)
         if isinstance(value, tuple):

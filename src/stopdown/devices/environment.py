@@ -1,6 +1,6 @@
-"""The process and the machine as facts: environment variables, caches, packages, processor and memory.
+"""Facts about the process and the machine: environment variables, caches, packages, CPU and memory.
 
-The only module that reads environment variables.
+No other module reads environment variables.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NUMERIC_VARIABLES = (
 def read_numeric_variables() -> dict[str, str]:
     """Return the environment variables of PyTorch and its libraries that affect numbers, speed or devices.
 
-    Only variables that are set are included. Stopdown does not act on them; it records them.
+    Only variables that are set are included. They are recorded with runs.
     """
     return {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}
 
@@ -48,7 +48,7 @@ def copy_variables() -> dict[str, str]:
 
 
 def put_variables(variables: Mapping[str, str]) -> None:
-    """Update the environment of this process with the variables of another."""
+    """Set environment variables of this process, such as those copied from its parent."""
     os.environ.update(variables)
 
 
@@ -67,9 +67,9 @@ def count_processes() -> int:
 
 
 def cache_folder() -> Path:
-    """Return the folder for files that Stopdown keeps between runs; it need not exist.
+    """Return the folder of Stopdown's cache, which need not exist yet.
 
-    It is `STOPDOWN_CACHE` if that is set, else `stopdown` in the system's folder for caches.
+    It is `STOPDOWN_CACHE` if that is set, else `stopdown` in the system's cache folder.
 
     Raises:
         OptionError: STOPDOWN_CACHE is a file.
@@ -99,12 +99,12 @@ _PACKAGES = ("stopdown", "torch", "diffusers", "transformers", "accelerate")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return facts about this machine, ready for JSON, without importing any package that they describe.
+    """Return facts about this machine as JSON types, without importing the packages concerned.
 
     Returns:
-        `versions` (package to version, None when it is not installed), `python`, `platform`,
-        `cpu` (model), `cores` (physical), `threads` (logical, as far as this process may use
-        them), `torch_threads` (None before torch is loaded), `memory_bytes`.
+        `versions` (by package; None if not installed), `python`, `platform`, `cpu` (model), `cores`
+        (physical), `threads` (logical ones that this process may use), `torch_threads` (None before
+        torch is imported), `memory_bytes`.
     """
     import psutil
 
@@ -124,10 +124,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def has_moving_cursor() -> bool:
-    """Return whether lines in the terminal can be overwritten.
-
-    The cell of a notebook claims to be a terminal and keeps every line.
-    """
+    """Return whether lines in the terminal can be overwritten, which a notebook's cell does not support."""
     return "JPY_PARENT_PID" not in os.environ
 
 
@@ -140,7 +137,7 @@ def read_version(package: str) -> str | None:
 
 
 def require_package(package: str, extra: str, what: str, *, otherwise: str = "") -> None:
-    """Raise an error if a package is not installed.
+    """Raise `OptionError` if a package is not installed.
 
     Args:
         extra: the extra of Stopdown that installs it.
@@ -157,7 +154,7 @@ def require_package(package: str, extra: str, what: str, *, otherwise: str = "")
 
 @functools.cache
 def read_cpu_model() -> str:
-    """Return the CPU's name as its maker or the system reports it."""
+    """Return the name of the CPU's model, as the system reports it."""
     if sys.platform == "darwin":
         return read_sysctl("machdep.cpu.brand_string") or platform.machine()
     found = re.search(r"^model name\s*:\s*(.+)$", read_system_file("/proc/cpuinfo"), re.MULTILINE)
@@ -165,7 +162,7 @@ def read_cpu_model() -> str:
 
 
 def read_memory_bytes() -> int:
-    """Return the memory of the machine in bytes, or its container's limit if that is lower."""
+    """Return the memory of the machine in bytes, or the container's limit if that is lower."""
     import psutil
 
     limit = read_system_file("/sys/fs/cgroup/memory.max").strip()

@@ -1,8 +1,8 @@
-"""Which formats a device computes in, by what its maker says and by a timed probe.
+"""Formats in which a device computes, according to its vendor and to a timed probe.
 
-What its maker says (compute capability, CPU flags, chip and system) is data in `knowledge/rules/`; a small
-matmul and convolution are timed beside it, and each checks the other. `torch.cuda.is_bf16_supported()` is
-not asked: it says True on a V100, because emulation counts.
+The vendor's information (by compute capability, CPU flags, chip and system) is data in `knowledge/rules/`.
+A small matmul and convolution are timed as well, and each of the two checks the other.
+`torch.cuda.is_bf16_supported()` is not used: it returns True on a V100, because it includes emulation.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Support:
     """How a device supports a format.
 
     Attributes:
-        native: the device's arithmetic units compute in it, and no fault of theirs is known.
-        works: a matmul and a convolution ran in it and gave finite values.
-        time_ratio: their time over that of fp32 (geometric mean; 2.0 is twice as slow), None when
-            they did not run, or when the machine was too busy to tell.
-        reason: why a precision is chosen by it, in whole sentences. It has no figures that were measured:
-            it stays the same from run to run on one machine.
-        measured: the figures that were measured here, a whole sentence; "" for none.
-        is_slow: it takes more than `SLOW` times as long as fp32. Times that are measured decide this only
-            where nothing is documented, because other work on the machine changes them.
+        native: whether the device computes in it in hardware, without known faults.
+        works: whether a matmul and a convolution ran in it and returned finite values.
+        time_ratio: their time relative to fp32 (geometric mean; 2.0 is twice as slow); None if they did
+            not run, or if the machine was too busy to tell.
+        reason: explanation for choosing a precision, in whole sentences. It contains no measured figures,
+            so that it is the same in every run on a machine.
+        measured: sentence with the figures measured here; "" for none.
+        is_slow: whether it takes more than `SLOW` times as long as fp32. Measured times decide this only
+            if nothing is documented, because other work on the machine affects them.
     """
 
     native: bool
@@ -62,16 +62,16 @@ class Support:
 
 
 SLOW = 1.5
-"""A format that takes more than this many times as long as fp32 is not chosen for its speed."""
+"""Time relative to fp32 above which a format is not chosen for its speed."""
 
 
 def probe_formats(device: Device) -> dict[str, Support]:
-    """Return the support of fp32, bf16 and fp16 on a device, from its maker's data and a short test.
+    """Return the support of fp32, bf16 and fp16 on a device, from its vendor's data and a short test.
 
-    The answer is cached for the life of the process. The times are stored on this machine for later
-    processes, so that their choices stay the same. The probe draws no random numbers. Formats are timed in
-    turns, and the least time counts. On a busy machine with noisy times, speed is left unknown and nothing
-    is stored.
+    The result is cached in the process. The times are stored on this machine for later processes, so that
+    their choices stay the same. The probe draws no random numbers. Formats are timed round-robin, and the
+    shortest time counts. If the times are noisy on a busy machine, the speed is left unknown and nothing is
+    stored.
 
     Cost: the first call takes less than 0.5 s on a CPU; on an accelerator it synchronises, and loads the
     libraries that a run would load anyway.
@@ -90,7 +90,7 @@ def _probe_once(kind: str, index: int) -> tuple[tuple[str, Support], ...]:
 
 
 def judge_device(device: Device) -> dict[str, Verdict]:
-    """Return whether a device computes fp32, bf16 and fp16 natively, according to its maker."""
+    """Return for fp32, bf16 and fp16 whether a device computes natively, according to its vendor."""
     if device.type == "mps":
         return judge_accelerator("mps", read_macos(), device.name)
     if device.type == "cpu":
@@ -111,11 +111,12 @@ def judge_device(device: Device) -> dict[str, Verdict]:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of the two operations of the probe, or the reason why they did not run.
+    """Times of the probe's two operations in one format, or the reason why they did not run.
 
     Attributes:
-        matmul_s, convolution_s: the least of all samples: what else runs here only adds to it.
-        noise: how far the least quarter of the samples reaches above the least, as a factor.
+        matmul_s, convolution_s: the shortest time of all samples, since other load only adds to it.
+        failure: why they did not run; "" if they did.
+        noise: ratio of the samples' lower quartile to their minimum.
     """
 
     matmul_s: float = math.nan
@@ -130,17 +131,21 @@ class Timing:
 
 
 MOST_NOISE = 1.5
-"""Two times are not compared when their samples disagree by this factor together, but for
-`CLEARLY_SLOW`: what takes that many times as long as fp32 when all noise is taken off is slow."""
+"""Product of two timings' noise above which they are not compared, unless their ratio divided by the noise
+is at least `CLEARLY_SLOW`."""
 
 CLEARLY_SLOW = 2.0
 
 LEAST_RATIO = 1 / 64
-"""No device computes 16 bits faster than this beside fp32: matrix units reach a thirtieth."""
+"""Smallest plausible time relative to fp32; with matrix units, 16-bit formats reach a thirtieth."""
 
 
 def weigh_support(name: str, verdict: Verdict, timing: Timing, reference: Timing) -> Support:
-    """Combine the maker's verdict and the measured times of a format into one answer."""
+    """Combine the vendor's verdict and the measured times of a format into its `Support`.
+
+    Args:
+        reference: times of fp32.
+    """
     if timing.failure:
         return Support(
             False, False, None, f"{verdict.reason} It was tried and failed: {timing.failure}"
@@ -191,15 +196,15 @@ def _time_formats(device: Device) -> dict[str, Timing]:
 
 
 def forget_timings(device: Device) -> None:
-    """Have a device timed again by the next probe."""
+    """Delete a device's stored times, so that the next process times it again."""
     with suppress(OSError):
         _kept_timings(device).unlink(missing_ok=True)
 
 
 def _measure_formats(device: Device) -> dict[str, Timing]:
-    """Time all formats in alternation, so that other load affects all of them equally.
+    """Time all formats round-robin, so that other load affects all of them equally.
 
-    Times whose samples agree are kept for later processes, in `timings` of the cache's folder.
+    If the samples agree, the times are stored for later processes, in `timings` of the cache folder.
     """
     import torch
 
@@ -251,7 +256,7 @@ def _kept_timings(device: Device) -> Path:
 def _sample(
     device: Device, operations: Mapping[tuple[str, int], _Operation]
 ) -> dict[tuple[str, int], list[float]]:
-    """Time each operation in seconds, in turns over several rounds; slow operations run only twice."""
+    """Time each operation in seconds, round-robin over several rounds; slow operations run only twice."""
     samples: dict[tuple[str, int], list[float]] = {key: [] for key in operations}
     for number in range(_ROUNDS):
         for key, operation in list(operations.items())[:: 1 if number % 2 else -1]:
@@ -278,8 +283,8 @@ def _measure_noise(seconds: list[float]) -> float:
 def _make_operations(device: Device, dtype: torch.dtype) -> tuple[_Operation, _Operation]:
     """Return a matmul and a convolution whose exact results fit every format.
 
-    On an accelerator they are large enough to outweigh the launch. On a CPU they are small enough that a
-    format computed one value at a time stays within its share.
+    On an accelerator they are large enough to outweigh the launch. On a CPU they are small, as it may
+    compute a format one value at a time.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Formats that a device's maker says it computes in: by compute capability, CPU flags, chip and system."""
+"""Formats that a device supports according to its vendor, by compute capability, CPU flags or chip."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stopdown.number_formats import PRECISIONS
 
 @functools.cache
 def has_avx512() -> bool:
-    """Return whether the CPU has AVX-512, according to Linux; False on other systems."""
+    """Return whether the CPU has AVX-512, as reported by Linux; False on other systems."""
     return bool(
         re.search(r"^flags\s*:.*\bavx512f\b", read_system_file("/proc/cpuinfo"), re.MULTILINE)
     )
@@ -25,11 +25,12 @@ def has_avx512() -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of a format on a device without trying it.
+    """Documented support of a format on a device.
 
     Attributes:
-        native: the device's arithmetic units compute in it, and no fault of theirs is known.
-        is_known: False where nothing is documented, so that only a timed probe can tell.
+        native: whether the device computes in it in hardware, without known faults.
+        reason: explanation as a sentence.
+        is_known: False if nothing is documented, so that only a timed probe can tell.
     """
 
     native: bool
@@ -38,7 +39,12 @@ class Verdict:
 
 
 class _Unit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A row of `knowledge/rules/arithmetic.toml`: what devices of one backend compute in."""
+    """Row of `knowledge/rules/arithmetic.toml`: support of a format on a range of devices.
+
+    Attributes:
+        first, below, only: range or list of compute capabilities, or versions of macOS.
+        name: regular expression for the device's name.
+    """
 
     backend: Literal["cuda", "rocm", "mps"]
     format: str
@@ -70,8 +76,8 @@ def judge_accelerator(
     Args:
         backend: `cuda`, `rocm` or `mps`.
         number: compute capability, such as (7, 5); on mps the version of macOS, such as (14, 5).
-        name: of the device; of AMD's the architecture, such as `gfx90a`; on mps the chip, as
-            `read_cpu_model` gives it.
+        name: name of the device; for AMD its architecture, such as `gfx90a`; on mps the chip, as returned
+            by `read_cpu_model`.
     """
     verdicts = {"fp32": FP32}
     written = ".".join(map(str, number))
@@ -88,7 +94,7 @@ def judge_cpu(flags: Iterable[str]) -> dict[str, Verdict]:
     Source: the instruction sets for which oneDNN and Arm's library have 16-bit kernels.
 
     Args:
-        flags: in the spelling of `read_cpu_flags`.
+        flags: instruction sets, spelled as by `read_cpu_flags`.
     """
     have = set(flags)
     verdicts = {"fp32": FP32}
@@ -128,16 +134,16 @@ def list_known_flags() -> frozenset[str]:
 
 
 def normalise_cpu_flags(flags: Iterable[str]) -> frozenset[str]:
-    """Return the flags that matter for 16-bit formats, in one spelling for Linux, macOS and torch."""
+    """Return the flags that matter for 16-bit formats, with one spelling for Linux, macOS and torch."""
     return frozenset(_SPELLINGS.get(flag, flag) for flag in flags) & list_known_flags()
 
 
 def limit_cpu_flags(flags: Iterable[str], limit: str) -> frozenset[str]:
-    """Return the flags that oneDNN uses under a limit.
+    """Return the instruction sets that oneDNN uses under the limit in ONEDNN_MAX_CPU_ISA.
 
     Args:
-        flags: in the spelling of `read_cpu_flags`; those of Arm are not limited.
-        limit: value of the variable ONEDNN_MAX_CPU_ISA; "" and unknown names limit nothing.
+        flags: instruction sets, spelled as by `read_cpu_flags`; those of Arm are not limited.
+        limit: value of the variable; "" and unknown names limit nothing.
     """
     found = frozenset(flags)
     for entry in read_rules("instructions")["limits"]:
@@ -162,13 +168,13 @@ def read_cpu_flags() -> frozenset[str]:
 
 
 def find_onednn_formats(flags: Iterable[str]) -> tuple[str, ...]:
-    """Return the formats whose convolutions PyTorch gives to oneDNN on a CPU with these flags."""
+    """Return the formats for whose convolutions PyTorch uses oneDNN on a CPU with these flags."""
     have, sets = set(flags), read_rules("instructions")["onednn"]
     return tuple(name for name in PRECISIONS if any(have >= set(one) for one in sets[name]))
 
 
 def read_onednn_formats() -> tuple[str, ...]:
-    """Return the formats whose convolutions PyTorch gives to oneDNN on this machine, as PyTorch reports."""
+    """Return the formats for whose convolutions PyTorch uses oneDNN here, as PyTorch reports it."""
     import torch
 
     if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:

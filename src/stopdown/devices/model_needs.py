@@ -1,4 +1,4 @@
-"""What classes of models need whatever the device, from `knowledge/rules/models.toml`."""
+"""Requirements of model classes on any device, from `knowledge/rules/models.toml`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from stopdown.files.toml_files import read_rows
 
 
 class Need(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a class of models needs.
+    """Requirement of the model classes whose names have a common beginning.
 
     Attributes:
-        tiles: its code does nothing without tiling, which is off in its configuration.
+        begins: beginning of the class names.
+        refused: formats in which the models must not run.
+        tiles: whether their code only works with tiling, which their configuration turns off.
     """
 
     begins: str
@@ -27,5 +29,5 @@ def read_needs() -> tuple[Need, ...]:
 
 
 def needs_tiling(class_name: str) -> bool:
-    """Return whether a model must be told to work in tiles, by the name of its class."""
+    """Return whether tiling must be enabled for models of a class."""
     return any(need.tiles and class_name.startswith(need.begins) for need in read_needs())

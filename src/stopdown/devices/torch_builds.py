@@ -1,12 +1,12 @@
-"""What a build of PyTorch has kernels for, beside what a card needs: plain rules over plain facts.
+"""Comparison of a card's architecture with those for which a build of PyTorch has kernels.
 
 A build lists the architectures that it was compiled for (`torch.cuda.get_arch_list`). NVIDIA's cards run
-code of the same major compute capability and an equal or lower minor one, and intermediate code
-(`compute_90`) of any lower one; AMD's run code of their own architecture, or of its generic name.
+code for the same major compute capability and an equal or lower minor one, and intermediate code
+(`compute_90`) for any lower one. AMD's run code for their own architecture, or for its generic name.
 
-**Catches** cards for which nothing in the list can run: the first kernel would end in "no kernel image is
-available".
-**Does not catch** libraries beside PyTorch (flash attention, bitsandbytes), which have lists of their own.
+**Catches** cards for which nothing in the list can run: the first kernel would fail with "no kernel image
+is available".
+**Does not catch** libraries beside PyTorch (flash attention, bitsandbytes), which have their own lists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stopdown.files.toml_files import read_rows
 Number = tuple[int, int]
 
 _INTEGRATED: tuple[Number, ...] = ((5, 3), (6, 2), (7, 2), (8, 7), (10, 1), (11, 0))
-"""Compute capabilities of Tegra and Jetson: code for cards does not run there, nor theirs on cards."""
+"""Compute capabilities of Tegra and Jetson, which do not run code for cards, and vice versa."""
 
 
 _ON_CPU = 'Or run on the CPU: device="cpu".'
@@ -37,7 +37,7 @@ class Build:
     Attributes:
         version: `2.13.0+cu130`.
         toolkit: `CUDA 13.0`, `ROCm 7.1`.
-        architectures: that it was compiled for: `sm_75`, `compute_90`, `gfx1030`; empty when unknown.
+        architectures: those it was compiled for: `sm_75`, `compute_90`, `gfx1030`; empty if unknown.
     """
 
     version: str
@@ -46,7 +46,7 @@ class Build:
 
 
 class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A row of `card` in `knowledge/rules/builds.toml`."""
+    """Row of the table `card` in `knowledge/rules/builds.toml`: which build to install for which cards."""
 
     backend: Literal["cuda", "rocm"]
     build: str
@@ -65,7 +65,7 @@ class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A row of `system` there: the least macOS with MPS."""
+    """Row of the table `system` there: the oldest macOS on which versions of torch have MPS."""
 
     torch: str
     least: Number
@@ -75,13 +75,14 @@ class _System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def find_missing_kernels(
     build: Build, device: str, number: Number, architecture: str = ""
 ) -> OptionError | None:
-    """Return an error that explains why a build has no kernels for a card.
+    """Return an error if a build of PyTorch has no kernels for a card.
 
     None if it has kernels, or if the build does not list its architectures.
 
     Args:
-        device: the card, for the message.
-        architecture: of an AMD card: `gfx1031`; "" for one of NVIDIA.
+        device: name of the card, for the message.
+        number: compute capability of an NVIDIA card.
+        architecture: architecture of an AMD card, such as `gfx1031`; "" for an NVIDIA card.
     """
     listed = build.architectures
     has = _runs_on_amd(listed, architecture) if architecture else _runs_on_nvidia(listed, number)
@@ -125,10 +126,11 @@ def _runs_on_amd(listed: Collection[str], architecture: str) -> bool:
 
 
 def find_missing_system(version: str, macos: tuple[int, ...]) -> OptionError | None:
-    """Return an error that explains why a build has no MPS under a version of macOS; None if it has.
+    """Return an error if a version of torch has no MPS on a version of macOS; None if it has.
 
     Args:
-        macos: such as (13, 7, 4).
+        version: version of torch.
+        macos: version of macOS, such as (13, 7, 4).
     """
     from packaging.specifiers import SpecifierSet
 
