@@ -1,1 +1,1 @@
-"""Where a model comes from: found, checked and described before anything of it is loaded."""
+"""Sources of models, which are found, checked and described before any of their files is loaded."""

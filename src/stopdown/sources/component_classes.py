@@ -1,4 +1,4 @@
-"""Classes of components, and what keeps a model's files from doing harm while one is built from them."""
+"""Lookup of component classes, and limits on what a model's configuration can make them build."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.source_problems import make_source_error
 
 MOST_PARTS = 200_000
-"""Modules and parameters that a component is built of; the largest published have some thousand."""
+"""Maximum number of modules and parameters of a component; the largest published have some thousand."""
 
 
 def find_class(library: str, class_name: str) -> Any:
-    """Return the class in a model index, looked up in Diffusers and Transformers only."""
+    """Return the class that a model index names, from Diffusers or Transformers only.
+
+    Args:
+        library: `diffusers`, `transformers`, or a package of `diffusers.pipelines`.
+    """
     if library not in ("diffusers", "transformers"):
         library = f"diffusers.pipelines.{library}"
     try:
@@ -58,13 +62,13 @@ def _find_in_library(library: str, class_name: str) -> Any:
 
 @contextmanager
 def limited_building(stored: Iterable[StoredTensor] = ()) -> Iterator[None]:
-    """Refuse to build a component with too many parts, or with far more values than its weights store.
+    """Raise `SourceError` in the block if a module gets too many parts, or far more values than are stored.
 
-    Without the limit, a configuration of a few bytes takes hours, or all memory: layers are built one by
-    one, and Transformers fills in missing weights.
+    Without this limit a small configuration can take hours or all memory, as layers are built one by one
+    and Transformers initialises missing weights.
 
     Args:
-        stored: the tensors that it is loaded from; without them its values are not limited.
+        stored: tensors in the weight files; if empty, the number of values is not limited.
     """
     count, values = 0, 0
     # Each parameter is registered once without values and once with; 2 bits are the fewest of a value.
@@ -87,10 +91,10 @@ def limited_building(stored: Iterable[StoredTensor] = ()) -> Iterator[None]:
 
 @contextmanager
 def describing_failures(path: Path, class_name: str, *, has_weights: bool = True) -> Iterator[None]:
-    """Turn errors from building a component out of a model's files into a SourceError.
+    """Convert errors raised in the block, while a component is built from files, to a `SourceError`.
 
     Args:
-        has_weights: False where only configurations are read.
+        has_weights: False if only configurations are read.
     """
     try:
         yield

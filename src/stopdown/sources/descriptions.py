@@ -1,11 +1,11 @@
-"""What a model's JSON files ask for, looked at before Diffusers or Transformers sees them.
+"""Checks of a model's JSON files, before Diffusers or Transformers reads them.
 
-A configuration chooses classes, sizes and counts, so a wrong one can ask for code, for hours or for all
-memory. Everything nested in it is looked at, because configurations hold configurations.
+A configuration chooses classes, sizes and counts. A wrong one can therefore execute code, or take hours or
+all memory. Nested configurations are checked as well.
 
-**Catches** code of the model's own, kernels that Transformers would fetch from the Hub, counts and sizes
-that no model has, and factors by which nothing can be divided.
-**Does not catch** values that are possible and wrong: the weights do not fit them (`loader`).
+**Catches** custom code, kernels that Transformers would fetch from the Hub, counts and sizes that no model
+has, and divisors of zero.
+**Does not catch** plausible values that are wrong; the weights do not fit these (`loader`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from stopdown.errors import SourceError
 from stopdown.files.json_files import MOST_BYTES, UnreadableError, read_json_table
 
 MOST_CONFIG_BYTES = 4 * 2**20
-"""The longest configurations name some thousand parameters that are not quantised."""
+"""Size limit of configurations; the longest list some thousand parameters that are not quantised."""
 
 BUILT_IN = ("eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
-"""Ways to compute attention and experts that are inside PyTorch and Transformers.
+"""Implementations of attention and experts that are part of PyTorch and Transformers.
 
-`flash_attention_2` is not: where flash-attn is missing, Transformers fetches a kernel in its place
+`flash_attention_2` is not: without flash-attn, Transformers fetches a kernel from the Hub
 (transformers/modeling_utils.py, `_check_and_adjust_attn_implementation`, 5.0).
 """
 
@@ -42,13 +42,13 @@ LIMITS = (
     # divisors of sizes
     (re.compile(r"^patch_size(_t)?$"), (1, 2**10)),
 )
-"""Name of a field, with the least and the most that it may hold; the first that fits a name counts.
+"""Patterns of field names, with the least and largest value; the first pattern that matches applies.
 
 Published models stay far below: 120 layers, 100 extra ids, 1000 timesteps, sides of 1024 latents.
 """
 
 MOST_POSITIONS = 2**26
-"""The most latent positions that a model may be described for: 49 frames of 720 by 1360 are 0.3 M."""
+"""Maximum number of latent positions in a model's configuration; 49 frames of 720 by 1360 have 0.3 M."""
 
 _CODE = ("trust_remote_code", "custom_pipeline", "custom_pipelines")
 _DIVISORS = ("scaling_factor",)
@@ -68,27 +68,27 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Read a table as `read_description` does, but raise UnreadableError."""
+    """Read the table in a model's JSON file; raise `UnreadableError` if that is not possible."""
     most = MOST_CONFIG_BYTES if "config" in path.name or "index" in path.name else MOST_BYTES
     return read_json_table(path, most_bytes=most, allows_infinity="config" in path.name)
 
 
 def list_custom_code(content: dict[str, Any]) -> Iterator[str]:
-    """Yield the paths of fields that ask for classes of the model's own."""
+    """Yield the paths of fields that request custom code, such as `auto_map` or `trust_remote_code`."""
     return (
         path for path, key, value in _walk(content) if key == "auto_map" or (key in _CODE and value)
     )
 
 
 def find_kernels(content: dict[str, Any]) -> Iterator[str]:
-    """Yield the fields that choose an implementation which is not built in."""
+    """Yield `path = name` for each field that chooses an implementation not in `BUILT_IN`."""
     for path, key, value in _walk(content):
         if "implementation" in key:
             yield from (f"{path} = {name!r}" for name in _list_texts(value) if name not in BUILT_IN)
 
 
 def find_excess(content: dict[str, Any]) -> list[tuple[str, str]]:
-    """List fields with a number that no model has, each with its permitted range."""
+    """List fields with implausible numbers, each as `path = value` with its permitted range."""
     found = [entry for path, key, value in _walk(content) for entry in _judge(path, key, value)]
     sides = [content.get(f"sample_{name}", 1) for name in ("height", "width", "frames")]
     square = [content.get(name, 1) for name in ("sample_size", "pos_embed_max_size")]

@@ -1,6 +1,7 @@
-"""One weight of a file: how it is stored, where its bytes lie, and its values in fp32 piece by piece.
+"""One weight in a file: its storage format and size, and its values, read in fp32 piece by piece.
 
-No more than some megabytes are in memory. Nothing is known of a model: names are those of the file.
+Only some megabytes are in memory at a time. Weights have the names in the file; nothing is known of the
+model.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ class FileWeight:
     """One weight of a file.
 
     Attributes:
-        stored: how: `bf16`, `scaled fp8`, `GGUF Q8_0`.
-        read: gives its values in fp32 piece by piece; nothing where they cannot be unpacked.
-        read_scales: gives its scales; None where it has none.
-        quantised: the tensors that it is made of in a safetensors file, a `QuantisedWeight`; None for one
-            that is one tensor.
+        stored: storage format: `bf16`, `scaled fp8`, `GGUF Q8_0`.
+        read: yields its values in fp32 piece by piece; yields nothing if they cannot be unpacked.
+        read_scales: returns its scales; None if it has none.
+        is_scaled: whether it is stored as codes and scales.
+        quantised: names of its tensors in a safetensors file, as a `QuantisedWeight`; None if it is stored
+            as one tensor.
     """
 
     name: str
@@ -50,7 +52,7 @@ class FileWeight:
 
 
 def describe_plain(path: Path, name: str, entry: StoredTensor) -> FileWeight:
-    """Return a weight that is one tensor of a safetensors file."""
+    """Return the `FileWeight` of a weight stored as one tensor of a safetensors file."""
     is_known = entry.dtype in FORMATS
     read: Any = partial(_read_plain, path, name) if is_known else partial(iter, ())
     return FileWeight(name, entry.shape, entry.dtype, entry.size_bytes, read)

@@ -1,9 +1,9 @@
-"""GGUF files: what they hold, their values, and the scales of their blocks.
+"""Reading of GGUF files: metadata, weights, and the scales of quantisation blocks.
 
-The `gguf` package reads the header and knows how each type is unpacked; here is where the fp16 scales
-lie in a block, which it does not tell.
+The `gguf` package reads the header and unpacks most types. It does not tell where the fp16 scales are in a
+block, so `SCALES` lists that.
 
-Not covered: a type whose scales are spread over its block (IQ1_M): it has no entry here.
+Not covered: a type whose scales are spread over its block (IQ1_M), which has no entry here.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ SCALES: Mapping[str, tuple[int, ...]] = {
     "TQ1_0": (52,),
     "TQ2_0": (64,),
 }
-"""Type → the bytes of a block at which its fp16 scales begin (ggml's `ggml-common.h`)."""
+"""Byte offsets of the fp16 scales in a block, by quantisation type (ggml's `ggml-common.h`)."""
 
 PLAIN = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "F64": "fp64"}
-"""Types that are no blocks → our name."""
+"""Stopdown's names of GGUF types that are not quantised in blocks."""
 
 _MOST_VALUES = 2**20
 
@@ -46,7 +46,11 @@ def require_gguf() -> Any:
 
 
 def open_gguf(path: Path) -> Any:
-    """Return a reader over a GGUF file, whose values stay on disk."""
+    """Open a GGUF file with a memory-mapped reader.
+
+    Raises:
+        DamagedFileError: the file is not GGUF, or is cut off.
+    """
     gguf = require_gguf()
     try:
         with path.open("rb") as file:
@@ -72,7 +76,7 @@ def read_texts(reader: Any) -> dict[str, str]:
 
 
 def unpack_rows(tensor: Any) -> Iterator[torch.Tensor]:
-    """Yield the values of a tensor in fp32, some rows at a time; none if gguf cannot unpack its type."""
+    """Yield a tensor's values in fp32, some rows at a time; nothing if gguf cannot unpack its type."""
     gguf = require_gguf()
     name, data = tensor.tensor_type.name, tensor.data
     if not data.size:
@@ -102,7 +106,7 @@ def read_scales(tensor: Any) -> torch.Tensor:
 
 
 def list_blocks(reader: Any) -> Iterator[FileWeight]:
-    """Yield the weights of a GGUF file in the order of their bytes."""
+    """Yield the weights of a GGUF file in the order of their offsets."""
     for tensor in sorted(reader.tensors, key=lambda x: x.data_offset):
         kind = tensor.tensor_type.name
         yield FileWeight(

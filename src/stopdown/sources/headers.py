@@ -1,12 +1,12 @@
-"""What safetensors files say about themselves: names, dtypes, shapes and sizes, without torch.
+"""Reading of safetensors headers without torch: names, dtypes, shapes and sizes of tensors.
 
-A file begins with eight bytes (little-endian length), then a JSON header of that length, then the
-values. Only the header is read. Its offsets must fill the rest of the file exactly, so a file that
-was cut off, or that lost its beginning, is found without reading the values.
+A file begins with eight bytes (the header's length, little-endian), followed by the header in JSON and the
+values. Only the header is read. Its offsets must fill the rest of the file exactly. A truncated file is
+therefore detected without reading the values.
 
-**Catches** truncated, padded, empty and foreign files, overlapping or missing ranges, sizes that do
-not fit the shapes, shards that are absent or that lack a tensor of the index.
-**Does not catch** wrong values: there is no checksum in the format.
+**Catches** truncated, padded, empty and foreign files, overlapping or missing ranges, sizes that do not fit
+the shapes, missing shards, and shards without a tensor of the index.
+**Does not catch** wrong values, as the format has no checksums.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from stopdown.files.json_files import (
 from stopdown.number_formats import find_format
 
 LARGEST_HEADER_BYTES = 32 * 2**20
-"""The safetensors library reads up to 100 MB; the largest of a published model has 5 MB."""
+"""Size limit of a header; safetensors allows 100 MB, and the largest of a published model has 5 MB."""
 
 RESCALED_ENTRY = "stopdown.rescaled"
-"""The entry in the metadata of a file whose weights are times powers of two: what that means."""
+"""Metadata key that marks weights multiplied by powers of two; its value describes this to users."""
 
 EXPONENTS_ENTRY = "stopdown.exponents"
-"""The entry beside it: names of folds (`fold_names`) to their exponents, as JSON."""
+"""Metadata key of those exponents, as JSON by fold name (`fold_names`)."""
 
 LONGEST_NAME = 255
-"""A system's names of files end at so many bytes."""
+"""Maximum length of file names in bytes."""
 
 WEIGHT_FILES = (".safetensors", ".gguf")
-"""Endings of the files that a single one can be."""
+"""Suffixes of single files that can be a model's source."""
 
 OTHER_DTYPES = {
     "BOOL": ("bool", 8),
@@ -67,9 +67,9 @@ OTHER_DTYPES = {
     "F8_E5M2FNUZ": ("F8_E5M2FNUZ", 8),
     "C64": ("complex64", 64),
 }
-"""dtype in a header that `number_formats` lacks → our name, and the bits of one value.
+"""Stopdown's name and the bits per value of header dtypes that `number_formats` lacks.
 
-With those of `number_formats` these are all that safetensors 0.8 reads.
+Together with `number_formats` these are all dtypes of safetensors 0.8.
 """
 
 _DTYPE = re.compile(r"[A-Z][A-Z0-9_]{0,15}", re.ASCII)
@@ -77,12 +77,16 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}")
 
 
 class DamagedFileError(ValueError):
-    """A file that is not whole; the message says what was found."""
+    """Raised for a damaged or truncated file; the message states what was found."""
 
 
 @contextmanager
 def refusing_damage(owner: str, remedy: str = "Download it again.") -> Iterator[None]:
-    """Turn errors from unreadable files into a SourceError that begins with `owner`: `The LoRA a is`."""
+    """Convert errors of unreadable files in the block to a `SourceError`.
+
+    Args:
+        owner: beginning of the message, such as `The LoRA a.safetensors is`.
+    """
     try:
         yield
     except (DamagedFileError, OSError) as error:
@@ -94,8 +98,8 @@ class StoredTensor:
     """One tensor in a safetensors file.
 
     Attributes:
-        dtype: `fp16`, `bf16`, `fp32`, `int64`…, or the header's own name of a format without one of ours.
-        start: where they begin, behind the header.
+        dtype: `fp16`, `bf16`, `fp32`, `int64`…, or the header's name if Stopdown has none.
+        start: offset of the values after the header, in bytes.
     """
 
     dtype: str
@@ -124,14 +128,14 @@ def _parse_tensors(path: Path, *signs: int) -> dict[str, StoredTensor]:
 
 
 def read_header_bytes(path: Path) -> bytes:
-    """Read the raw header of a safetensors file, including its length."""
+    """Read the raw header of a safetensors file, including its 8-byte length."""
     with open_regular_file(path) as file:
         prefix = file.read(8)
         return prefix + file.read(min(int.from_bytes(prefix, "little"), LARGEST_HEADER_BYTES))
 
 
 def encode_header(header: Mapping[str, Any]) -> bytes:
-    """Encode a header as the first bytes of a file, including its length."""
+    """Encode a header as the first bytes of a file, including its 8-byte length and padding."""
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -144,7 +148,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def read_rescaled(*paths: Path) -> str:
-    """Return the first files' metadata entry about rescaled weights; "" if none has one."""
+    """Return the first `RESCALED_ENTRY` in the metadata of these files; "" if there is none."""
     for path in paths:
         with contextlib.suppress(DamagedFileError, OSError):
             if said := read_metadata(path).get(RESCALED_ENTRY, ""):
@@ -153,7 +157,7 @@ def read_rescaled(*paths: Path) -> str:
 
 
 def copy_with_metadata(source: Path, target: Path, metadata: Mapping[str, str]) -> None:
-    """Copy a file with more entries in its metadata; the values stay as they are."""
+    """Copy a safetensors file with entries added to its metadata; the values are unchanged."""
     raw = read_header_bytes(source)
     header = json.loads(raw[8:])
     header["__metadata__"] = {**header.get("__metadata__", {}), **metadata}
@@ -175,7 +179,7 @@ def read_samples(path: Path) -> bytes:
 
 
 def _sign(path: Path) -> tuple[int, ...]:
-    """Return the state by which a rewritten file is recognised: an unchanged header is parsed only once."""
+    """Return inode, size and modification time of a file: the cache key of its parsed header."""
     try:
         state = os.stat(path)
     except (OSError, ValueError):
@@ -223,7 +227,7 @@ def _parse_entry(name: str, entry: Any) -> tuple[StoredTensor, int, int]:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Check whether this is a valid header entry of a tensor: a name, sizes and two offsets."""
+    """Return whether a header entry of a tensor is well-formed: a dtype, a shape and two offsets."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
@@ -262,10 +266,10 @@ def _check_ranges(ranges: list[tuple[int, int]], value_bytes: int) -> None:
 
 
 def find_weights(folder: Path, wanted: str = "") -> tuple[str, list[Path]]:
-    """Find the variant and the safetensors files from which a component's folder is loaded.
+    """Choose the variant, and with it the safetensors files, to load from a component's folder.
 
-    The wanted variant where there is one (`model.fp16.safetensors` is of the variant `fp16`); else
-    without a variant (`model.safetensors`, `model-00001-of-00002.safetensors`), or the first by name.
+    It is the wanted variant if there is one (`model.fp16.safetensors` has the variant `fp16`); else none
+    (`model.safetensors`, `model-00001-of-00002.safetensors`), or the first variant by name.
     """
     names = [path.name for path in folder.glob("*.safetensors")]
     variant, chosen = choose_weights(names, wanted)
@@ -273,7 +277,7 @@ def find_weights(folder: Path, wanted: str = "") -> tuple[str, list[Path]]:
 
 
 def choose_weights(names: list[str], wanted: str = "") -> tuple[str, list[str]]:
-    """Choose the variant and files as `find_weights` does, from the names of the files alone."""
+    """Choose a variant and its files from file names, by the rules of `find_weights`."""
     by_variant: dict[str, list[str]] = {}
     for name in sorted(names):
         stem = _SHARD.sub("", name.removesuffix(".safetensors"))
@@ -287,7 +291,11 @@ def choose_weights(names: list[str], wanted: str = "") -> tuple[str, list[str]]:
 
 
 def read_shard_index(index: Path) -> dict[str, str]:
-    """Read an index of shards (`*.safetensors.index.json`): tensor → its file."""
+    """Read an index of shards (`*.safetensors.index.json`): return the file name of each tensor.
+
+    Raises:
+        DamagedFileError: it is not an index, or names a file that is not a shard beside it.
+    """
     try:
         weight_map = read_json_table(index)["weight_map"]
         if not isinstance(weight_map, dict):
@@ -308,7 +316,7 @@ def read_shard_index(index: Path) -> dict[str, str]:
 
 
 def find_missing_shards(index: Path, shards: Mapping[str, str]) -> list[str]:
-    """List the shards or tensors in an index that its folder lacks."""
+    """List the shards in an index that are missing from its folder, and the tensors missing from shards."""
     missing = []
     for shard in sorted(set(shards.values())):
         path = index.parent / shard

@@ -1,15 +1,14 @@
-"""Models from the Hub, through its own client: only what is needed, and nothing that can run code.
+"""Download of models from the Hub with its own client: only files that are needed and cannot run code.
 
-`model_index.json` comes first and is checked before anything large is asked for. Then come the
-configurations, tokenizers and safetensors of the components that it names: no pickles, no Python,
-no second copy of the weights in another precision, no checkpoint beside the folders. The client
-resumes a file that is cut off, keeps whole files from one run to the next, and reads HF_ENDPOINT,
-HF_HOME, HF_TOKEN and HF_HUB_OFFLINE itself.
+`model_index.json` is downloaded and checked first. Then come the configurations, tokenizers and safetensors
+of the components that it names. Pickles, Python files, weights in a second precision and single-file
+checkpoints beside the folders are not downloaded. The client itself resumes partial files, caches complete
+ones, and reads HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.
 
-**Catches** a Hub that does not answer, files that are not those it announced, and answers by which a
-file would be written outside of the cache.
-**Does not catch** a file that came in a run that was killed before its hash was computed, and a server
-that goes on sending for ever.
+**Catches** a Hub that does not answer, files that differ from their hashes, and answers that would make the
+client write a file outside of its cache.
+**Does not catch** a file that was downloaded by a run that was killed before it checked the hash, and a
+server that never stops sending.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from stopdown.sources.headers import RESCALED_ENTRY, choose_weights
 from stopdown.sources.source_problems import make_source_error
 
 Progress = Callable[[str, str, int, int], None]
-"""Called with the stage (`download`, `load`, `measure`…), what is done in it, how much of it and of how
-much in all, 0 when unknown; in bytes for what is downloaded and loaded."""
+"""Callback for progress: the stage (`download`, `load`, `measure`…), the item, and the done and total
+amounts. The total is 0 if unknown. Downloads and loading are counted in bytes."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 PLAN_BESIDE = "stopdown.json"
-"""The plan that a model is published with, in its folder."""
+"""File name of a plan that is published with a model."""
 
 SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".vocab", ".spm", ".tiktoken")
-"""How the names of files end that a component has beside its weights."""
+"""Suffixes of a component's files other than weights."""
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -71,11 +70,12 @@ def download_snapshot(
     """Download the files of the given components and return the folder of the repository's snapshot.
 
     Args:
-        folders: component → whether it has weights.
-        with_weights: without them only configurations and tokenizers come.
+        index: path of the downloaded `model_index.json`.
+        folders: whether each component has weights, by name.
+        with_weights: False to download only configurations and tokenizers.
 
     Raises:
-        SourceError: the disk has too little room for the missing files, or the Hub does not give them.
+        SourceError: the disk has too little space for the missing files, or the Hub refuses them.
     """
     import huggingface_hub
 
@@ -129,9 +129,9 @@ def count_missing_bytes(
 
 
 def _count_missing(files: Mapping[str, Any], names: Iterable[str], snapshot: Path) -> int:
-    """Count the bytes of these files that are absent from the cache.
+    """Count the bytes of these files that are missing from the cache.
 
-    Files held for another commit, and parts of begun downloads, are not counted.
+    Files that were cached for another commit, and partial downloads, are not counted as missing.
     """
     blobs = snapshot.parent.parent / "blobs"
     missing = 0
@@ -147,7 +147,7 @@ def _count_missing(files: Mapping[str, Any], names: Iterable[str], snapshot: Pat
 
 
 def download_component(repo: str, folder: str = "", *, revision: str | None = None) -> Path:
-    """Download a Transformers model from a repository, or from a folder of it, and return the snapshot."""
+    """Download a Transformers model from a repository or a folder of it; return the snapshot's path."""
     import huggingface_hub
 
     place = f"{folder}/" if folder else ""
@@ -166,7 +166,9 @@ def download_component(repo: str, folder: str = "", *, revision: str | None = No
 
 
 def _check_files(paths: list[Path], repo: str) -> None:
-    """Compare downloaded files with their hashes on the Hub, which are their names in the cache.
+    """Compare downloaded files with their hashes on the Hub; delete a file that differs and raise an error.
+
+    The name of a file's blob in the cache is its hash.
 
     Cost: each file is read once.
     """
@@ -180,7 +182,7 @@ def _check_files(paths: list[Path], repo: str) -> None:
 
 
 def _compute_hash(blob: Path) -> str | None:
-    """Compute the hash of a cached file, of the kind in its name; None if its name is no hash."""
+    """Compute a cached file's hash, of the type of its name (Git or SHA-256); None if that is no hash."""
     if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
         return None
     digest = hashlib.sha256() if len(blob.name) == 64 else hashlib.sha1(usedforsecurity=False)
@@ -194,7 +196,7 @@ def _compute_hash(blob: Path) -> str | None:
 
 @contextmanager
 def _asking(repo: str, revision: str | None) -> Iterator[None]:
-    """Turn errors within a block that asks the Hub into a SourceError, and limit its waits."""
+    """Convert errors of requests to the Hub in the block to a `SourceError`, and limit waiting times."""
     try:
         with _careful_client():
             yield
@@ -205,15 +207,15 @@ def _asking(repo: str, revision: str | None) -> Iterator[None]:
 
 
 MOST_UNANSWERED = 3
-"""Requests without an answer, one after the other, after which the Hub is not asked again."""
+"""Number of successive requests without an answer after which the Hub counts as unreachable."""
 
 
 @contextmanager
 def _careful_client() -> Iterator[None]:
-    """Limit every wait of the Hub's client, and check names in answers before it writes files.
+    """Limit the waiting times of the Hub's client in the block, and check file names in its answers.
 
-    The client waits without limit where it lists files, and uses an ETag as the name of a file. Where
-    there is no connection it tries for half a minute; here it tries twice, then uses the cache.
+    By itself the client waits without limit when it lists files, and uses an ETag as a file name. Without a
+    connection it retries for half a minute; in the block it tries twice, then uses the cache.
     """
     import huggingface_hub
     from huggingface_hub.errors import OfflineModeIsEnabled
@@ -287,7 +289,7 @@ def _is_no_retry(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def _without_retries() -> Iterator[None]:
-    """Drop the client's log lines about repeated requests; their final outcome is reported."""
+    """Drop the client's log lines about retries in the block; a final failure is still reported."""
     handlers = list(logging.getLogger("huggingface_hub").handlers)
     for handler in handlers:
         handler.addFilter(_is_no_retry)
@@ -313,13 +315,13 @@ def _check_name(header: str, text: str | None) -> None:
 
 
 Headers = Sequence[tuple[str, Any]]
-"""Component and header of each of its files, as `huggingface_hub` reads it."""
+"""Pairs of a component and the header of one of its weight files, as parsed by `huggingface_hub`."""
 
 
 def fetch_headers(repo: str, commit: str, folders: tuple[str, ...], variant: str = "") -> Headers:
-    """Read the headers of weights that stay on the Hub; empty if the Hub cannot be asked.
+    """Read the headers of weight files without downloading them; empty if the Hub is unreachable.
 
-    Each header is fetched by an HTTP range, once in a process: a commit does not change.
+    Each header is fetched by an HTTP range request, and cached in the process, as commits do not change.
     """
     try:
         return _fetch_headers(repo, commit, folders, variant)
@@ -328,7 +330,7 @@ def fetch_headers(repo: str, commit: str, folders: tuple[str, ...], variant: str
 
 
 class _UnreachableError(Exception):
-    """The Hub cannot be asked; as an exception it is not kept, so a later call asks again."""
+    """Raised if the Hub is unreachable; unlike a return value, it is not cached, so that calls retry."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -355,7 +357,7 @@ def _fetch_headers(repo: str, commit: str, folders: tuple[str, ...], variant: st
 
 
 def count_dtypes(headers: Headers) -> dict[str, dict[str, int]]:
-    """Count the stored bytes of each dtype: component → dtype → bytes."""
+    """Count the stored bytes of each dtype, by component."""
     stored: dict[str, dict[str, int]] = {}
     for folder, header in headers:
         counts = stored.setdefault(folder, {})
@@ -368,7 +370,7 @@ def count_dtypes(headers: Headers) -> dict[str, dict[str, int]]:
 
 
 def find_rescaled(headers: Headers) -> dict[str, str]:
-    """Return the metadata entry about rescaled weights of each component; "" for none."""
+    """Return the `RESCALED_ENTRY` in each component's metadata; "" if there is none."""
     said: dict[str, str] = {}
     for folder, header in headers:
         said[folder] = said.get(folder) or str((header.metadata or {}).get(RESCALED_ENTRY, ""))
@@ -383,7 +385,7 @@ def choose_files(
     variant: str = "",
     with_weights: bool = True,
 ) -> list[str]:
-    """Choose the files of a repository from which the given components are loaded.
+    """Choose the files of a repository to download for the given components.
 
     Raises:
         SourceError: a component has weights only as pickles.
@@ -406,7 +408,11 @@ def choose_files(
 
 
 def refuse_pickles(place: str, files: list[str]) -> SourceError:
-    """Return the error for weights that are stored as pickles only."""
+    """Return the error for weights that exist only as pickles.
+
+    Args:
+        place: repository or folder.
+    """
     return SourceError(
         f"The weights {', '.join(files)} of {place} are stored as pickles.",
         expected="Only safetensors are read: loading a pickle can run any program in it.",
@@ -464,7 +470,7 @@ def _read_endpoint() -> str:
 
 
 def _list_files(repo: str, commit: str) -> dict[str, Any] | None:
-    """List all files of a repository at a commit, with size and hash; None if the Hub cannot be asked."""
+    """List all files of a repository at a commit, with size and hash; None if the Hub is unreachable."""
     import huggingface_hub
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
@@ -486,7 +492,8 @@ def _make_bar_class(progress: Progress | None, before: int = 0, needed: int = 0)
     """Make a progress bar class that draws nothing and reports received bytes.
 
     Args:
-        before: bytes that came before those of this bar, of all that are `needed`.
+        before: bytes that were downloaded before this bar's.
+        needed: bytes to download in total.
     """
     from huggingface_hub.utils import tqdm
 

@@ -1,4 +1,4 @@
-"""Classes of Diffusers and Transformers, listed without importing them."""
+"""Names of Diffusers' classes, read from its source text without importing it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ def list_pipeline_classes() -> tuple[str, ...]:
 
 @functools.cache
 def list_library_classes(ending: str) -> tuple[str, ...]:
-    """List the classes of the installed Diffusers with this ending, a pattern, without importing it."""
+    """List the names of the installed Diffusers' classes that end with a pattern, without importing it.
+
+    Args:
+        ending: regular expression, such as `Pipeline\\w*`; "" for all classes.
+    """
     text = (find_diffusers() / "__init__.py").read_text(encoding="utf-8")
     names = set(re.findall(rf'"([A-Z]\w*{ending})"', text))
     return tuple(sorted(name for name in names if not name.startswith(("Flax", "Onnx"))))
@@ -31,7 +35,7 @@ def list_pipeline_modules() -> frozenset[str]:
 
 
 def list_modules_with(class_name: str) -> list[str]:
-    """List the pipeline modules of Diffusers that define or import a class, judged by their texts."""
+    """List Diffusers' pipeline packages whose `__init__.py` mentions a class."""
     return [
         name
         for name in sorted(list_pipeline_modules())
@@ -42,7 +46,7 @@ def list_modules_with(class_name: str) -> list[str]:
 
 @functools.cache
 def is_deprecated(class_name: str) -> bool:
-    """Return whether Diffusers has a class in deprecated pipelines alone: it loads none from there."""
+    """Return whether Diffusers has a class only among deprecated pipelines, from which it loads none."""
     folder = find_diffusers() / "pipelines" / "deprecated"
     texts = (path.read_text(encoding="utf-8") for path in folder.glob("*/__init__.py"))
     found = any(re.search(rf'"{re.escape(class_name)}"', text) for text in texts)
@@ -59,10 +63,10 @@ def find_diffusers() -> Path:
 
 
 def makes_itself(pipeline_class: str, name: str) -> bool:
-    """Return whether a pipeline makes a component itself, as LongCat does its scheduler.
+    """Return whether a pipeline's `__init__` creates a component by default, as LongCat's the scheduler.
 
-    Its index names the component, and `save_pretrained` writes no folder for it. Read from the class's
-    text: a class that inherits its `__init__` makes none.
+    The index names such a component, but `save_pretrained` writes no folder for it. This is read from the
+    source text of the class; an inherited `__init__` is not considered.
     """
     found = _read_class(pipeline_class)
     if found is None:
@@ -83,7 +87,7 @@ def _is_optional(node: ast.Assign) -> bool:
 
 
 def _list_defaults(given: ast.arguments) -> set[str]:
-    """List the arguments that have a default."""
+    """Return the names of the arguments of a function definition that have a default value."""
     last = given.args[len(given.args) - len(given.defaults) :]
     named = (x for x, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value)
     return {x.arg for x in (*last, *named)}

@@ -1,6 +1,6 @@
-"""Diffusers and Transformers without their progress bars and without remarks that do not help.
+"""Suppression of progress bars and unhelpful log messages of Diffusers and Transformers.
 
-What is dropped is listed here, sentence by sentence; every other warning of theirs passes.
+The dropped messages are listed here one by one; all other warnings pass.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _NOISE = re.compile(
 )
 
 _EMPTY = re.compile(r"should be kept in float32: \[\]")
-"""Diffusers says so of every module that is cast, and here it names none."""
+"""Diffusers logs this for every module that is cast, even if the list is empty."""
 
 _OLD_CALLS = r".*(all_gather_tensor|weight_norm)` is deprecated"
-"""PyTorch 2.13 says so of what Diffusers 0.42 gathers with, once for each rank, and of some layers."""
+"""Warnings of PyTorch 2.13 about functions that Diffusers 0.42 and some layers use, on each rank."""
 
 _TRUNCATION = re.compile(
     r"part of your input was truncated|sequence length is longer than the specified maximum"
@@ -47,7 +47,7 @@ _TRUNCATION = re.compile(
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Silence the progress bars and noise of Diffusers and Transformers within the block.
+    """Hide progress bars and unhelpful messages of Diffusers and Transformers while the block runs.
 
     Blocks may be nested.
     """
@@ -68,10 +68,10 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextmanager
 def quiet_truncation(*, wanted: bool = True) -> Iterator[None]:
-    """Silence warnings about truncated prompts, for Stopdown's own prompts.
+    """Hide warnings about truncated prompts while the block runs.
 
     Args:
-        wanted: False leaves them, for prompts of a user's.
+        wanted: True for Stopdown's own prompts; False to show the warnings, for prompts of a user.
     """
     with Patches() as patches:
         if wanted:
@@ -80,7 +80,7 @@ def quiet_truncation(*, wanted: bool = True) -> Iterator[None]:
 
 
 def drop_empty_remarks(patches: Patches) -> None:
-    """Silence the remark that a cast module keeps nothing in fp32, until `patches` is undone."""
+    """Hide Diffusers' message that a cast module keeps nothing in fp32, until `patches` is undone."""
     import diffusers.utils.logging  # noqa: F401  # it makes the handler
     import transformers.utils.logging  # noqa: F401
 

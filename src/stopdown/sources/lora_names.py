@@ -1,9 +1,9 @@
-"""The names of tensors in LoRA files: which layer, and what of it.
+"""Parsing of tensor names in LoRA files into component, layer and role.
 
-Trainers name layers with dots or underscores, behind a prefix for the component, in Diffusers' names or
-in those of the original checkpoint, and the matrices `lora_A` or `lora_down`. So a name is read from both
-ends: a suffix says what the tensor is, a prefix to which component it belongs, and what is left is looked
-up among the layers of the model, dots and underscores alike.
+Trainers name layers with dots or underscores, after a prefix for the component, with the names of Diffusers
+or of the original checkpoint. The matrices are called `lora_A` or `lora_down`. A name is therefore parsed
+from both ends: the suffix gives the role of the tensor, the prefix the component. The rest is looked up
+among the model's layers, with dots and underscores treated alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from stopdown.sources.headers import DamagedFileError, read_header
 
 DENOISER = "denoiser"
-"""Any of `transformer`, `unet`, `prior` and what other programs call theirs."""
+"""Common name of the denoising component: `transformer`, `unet`, `prior`, or another program's name."""
 
 _TABLE = (
     (r"(?:model\.)?diffusion_model\.|(?:transformer|unet|prior)(?:_\d)?\.|net\.", DENOISER),
@@ -64,7 +64,7 @@ OTHER_KINDS = {
     "OFT": r"oft_\w+(\.weight)?|rescale",
     "GLoRA": r"[ab][12]\.weight",
 }
-"""Adapters that are neither LoRA nor DoRA, by the names of their tensors. The kind is a tensor's role."""
+"""Adapters that are neither LoRA nor DoRA, with patterns of their tensor names; each is also a role."""
 _SUFFIX = re.compile(
     r"^(?P<stem>.*?)[._](?:"
     + "|".join(
@@ -84,13 +84,14 @@ _COMPONENTS = {"transformer": DENOISER, "unet": DENOISER, "prior": DENOISER}
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a model that an adapter may add to.
+    """A layer of a model to which an adapter may add.
 
     Attributes:
         component: name in the pipeline; "" in a file of one component.
-        path: of its weight without `.weight`, as the model or its file names it.
-        stored: what is before `weight` and `bias` in the file, where that is not the path and a dot.
-        part: which of how many equal blocks of rows of that tensor are its own.
+        path: module path of the layer, as the model or its file names it.
+        stored: name in the file before `weight` and `bias`, if that is not the path and a dot.
+        part: if several layers are stacked in the stored tensor, this layer's number and how many blocks
+            of rows there are.
     """
 
     component: str
@@ -104,7 +105,7 @@ class Layer:
 
 
 def is_lora_file(path: Path) -> bool:
-    """Check whether a path is a safetensors file that holds an adapter and no model."""
+    """Return whether a path is a safetensors file with an adapter and not a model."""
     if path.suffix.lower() != ".safetensors" or not path.is_file():
         return False
     try:
@@ -124,9 +125,9 @@ def split_lora_name(name: str) -> tuple[str, str] | None:
 
 
 def list_layers(component: str, names: Iterable[str]) -> Iterator[Layer]:
-    """Yield the layers of a component's tensors; for open_clip's text encoders also by Transformers' names.
+    """Yield the layers of a component, by its tensors' names.
 
-    Trainers always use the latter.
+    The layers of open_clip's text encoders are also yielded under Transformers' names, which trainers use.
     """
     from stopdown.sources.single_file_names import read_layouts, rename_tensor
 
@@ -147,7 +148,7 @@ def list_layers(component: str, names: Iterable[str]) -> Iterator[Layer]:
 
 
 def index_layers(layers: Iterable[Layer]) -> dict[str, dict[str, Layer]]:
-    """Index layers by kind of component, then by their names with underscores only."""
+    """Index layers by component, with `DENOISER` for denoisers, then by path with `_` for `.`."""
     found: dict[str, dict[str, Layer]] = {}
     for layer in layers:
         kind, path = _COMPONENTS.get(layer.component, layer.component), layer.path

@@ -1,12 +1,12 @@
-"""Packages that a pipeline needs and that are not here, read from its classes before anything is loaded.
+"""Detection of missing packages that a pipeline needs, from its classes, before anything is loaded.
 
-Diffusers and Transformers put an object that raises in the place of a class whose packages are missing, and
-name the packages there. The module of a pipeline imports some under `if is_ftfy_available():`, and its code
-calls them anyway.
+If packages are missing, Diffusers and Transformers replace a class by a placeholder that raises and lists
+them. A pipeline's module imports some packages under `if is_ftfy_available():`, but its code calls them
+unconditionally.
 
-**Catches** both, and processors that make a processor of videos of their own.
-**Does not catch** imports inside of functions. A module that asks a second time whether the package is here
-does without it, and is left to do so.
+**Catches** both, and processors that create a video processor.
+**Does not catch** imports inside functions. If a module checks a package's presence twice, it is assumed to
+work without it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from stopdown.sources.source import Source
 
 _ASKS = re.compile(r"is_(\w+)_available")
 _PACKAGES = {"opencv": "opencv-python"}
-"""Names that the libraries have no words on how to install for."""
+"""pip names of packages for which the libraries have no installation message."""
 
 _INSTALLS = re.compile(r"pip install ([\w.-]+)")
 
 
 def refuse_missing_packages(source: Source) -> None:
-    """Refuse a pipeline whose classes need packages that are not installed.
+    """Raise `SourceError` if a pipeline's classes need packages that are not installed.
 
     Args:
-        source: without weights, or with them.
+        source: the source, whose weights are not needed.
     """
     pipeline_class = find_class("diffusers", source.pipeline_class)
     path = source.described / "model_index.json"
@@ -58,7 +58,7 @@ def list_missing(kind: Any, off: Collection[str] = ()) -> list[str]:
     """List the missing packages that a class of Diffusers or Transformers needs, by their pip names.
 
     Args:
-        off: switches of the class that are off: packages for them alone are not needed.
+        off: names of the pipeline's options that are off; packages used only under these aren't needed.
     """
     names = _list_backends(kind)
     if "video_processor" in inspect.signature(kind.__init__).parameters:
@@ -72,7 +72,7 @@ def list_missing(kind: Any, off: Collection[str] = ()) -> list[str]:
 
 
 def _list_backends(kind: type) -> list[str]:
-    """List the missing backends of a placeholder class."""
+    """List the missing backends of a class; only a placeholder of the libraries has any."""
     asked = vars(kind).get("_backends") or vars(kind).get("__backends") or ()
     return [x for x in asked if isinstance(x, str) and not _is_here(x)]
 
@@ -99,7 +99,11 @@ def _list_tables() -> Iterator[Any]:
 
 
 def _list_unguarded(module: Any, off: Collection[str]) -> list[str]:
-    """List optional packages that a module imports only if present but uses in any case."""
+    """List packages that a module imports only if present but uses unconditionally.
+
+    Args:
+        off: names of options that are off; code under these is ignored.
+    """
     try:
         tree = ast.parse(inspect.getsource(module))
     except (OSError, SyntaxError):
@@ -119,7 +123,7 @@ def _list_unguarded(module: Any, off: Collection[str]) -> list[str]:
 
 
 def _find_guard(node: ast.stmt) -> str | None:
-    """Return the package in a guard: `ftfy` in `if is_ftfy_available():`; None for other statements."""
+    """Return the package that an `if` checks: `ftfy` in `if is_ftfy_available():`; None for others."""
     test = node.test if isinstance(node, ast.If) else None
     if isinstance(test, ast.Call) and isinstance(test.func, ast.Name):
         found = _ASKS.fullmatch(test.func.id)
@@ -133,13 +137,13 @@ def _list_imports(body: list[ast.stmt]) -> set[str]:
 
 
 def _list_flags(body: list[ast.stmt]) -> set[str]:
-    """Return the names that the guard sets to tell whether the package is present: `XLA_AVAILABLE`."""
+    """Return the names assigned in a guard's body, such as `XLA_AVAILABLE`."""
     targets = [x for one in body if isinstance(one, ast.Assign) for x in one.targets]
     return {x.id for x in targets if isinstance(x, ast.Name)}
 
 
 def _is_lacking(module: Any, name: str) -> bool:
-    """Check whether a name is absent, or a class of the module's own that only raises."""
+    """Return whether a name is missing in a module, or is a placeholder class that raises `ImportError`."""
     value: Any = getattr(module, name, None)
     if value is None:
         return True
@@ -150,7 +154,7 @@ def _is_lacking(module: Any, name: str) -> bool:
 
 
 def _is_used(tree: ast.Module, guard: ast.stmt, name: str, flags: set[str]) -> bool:
-    """Check whether code uses a name outside of the guard, and not under a flag that the guard sets."""
+    """Return whether a module uses a name outside of its guard and not under one of the guard's flags."""
     waiting: list[ast.AST] = [node for node in tree.body if node is not guard]
     while waiting:
         node = waiting.pop()

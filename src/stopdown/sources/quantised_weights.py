@@ -1,11 +1,12 @@
-"""Safetensors files with codes and scales, in the layout of any program.
+"""Detection of quantised weights, stored as codes and scales, in safetensors files of various programs.
 
-A weight is codes times scales. `quantised_layouts.toml` has the names that programs give to both; what a
-file says of itself (`comfy_quant`, `_quantization_metadata`, torchao's table of types) names the method. A
-power of two is folded in by multiplying one tensor, `scale`, that the whole weight is proportional to.
+A weight is codes times scales. `quantised_layouts.toml` lists the names that programs give to both.
+Metadata or marker tensors in the file (`comfy_quant`, `_quantization_metadata`, torchao's table of types)
+name the quantisation method. `QuantisedWeight.scale` is the one tensor to multiply if a power of two is
+folded in, since the whole weight is proportional to it.
 
-Not covered: values: `file_values` looks at those. Weights that were quantised and stored as 16-bit
-floats again are ordinary.
+Not covered: checks of values, which `file_values` makes. Weights that were quantised and stored as 16-bit
+floats again count as ordinary.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from stopdown.sources.headers import StoredTensor, read_header
 
 
 def list_weights(path: Path, metadata: Mapping[str, str]) -> Iterator[FileWeight]:
-    """Yield the weights of a safetensors file in the order of their bytes; codes and scales as one."""
+    """Yield the weights of a safetensors file in the order of their offsets; codes and scales are one."""
     tensors = read_header(path)
     marks = [name for name in tensors if name.rpartition(".")[2] == "comfy_quant"]
     methods = read_methods(
@@ -63,7 +64,7 @@ def _describe_quantised(
 
 
 def _read_quantised(path: Path, weight: QuantisedWeight) -> Iterator[torch.Tensor]:
-    """Yield the values of a weight in fp32, some rows at a time; nothing for unknown layouts of scales."""
+    """Yield a quantised weight's values in fp32, some rows at a time; nothing if the layout is unknown."""
     codes, divisor = get_tensor(path, weight.codes), weight.divisor
     scale = get_tensor(path, weight.scale) if weight.scale else torch.ones(())
     is_packed = codes.dtype == torch.uint8 or any("weight_scale" in x for x in weight.others)
@@ -75,14 +76,14 @@ def _read_quantised(path: Path, weight: QuantisedWeight) -> Iterator[torch.Tenso
 
 
 CODES = {"fp8-e4m3": "fp8", "fp8-e5m2": "fp8", "int8": "int8", "uint8": "uint8"}
-"""dtype of what may be codes → what it is called in a layout's name."""
+"""dtypes of tensors that may be codes, with their names in a layout."""
 
 MARKS = ("scaled_fp8", "comfy_quant", "weight_format")
-"""Last parts of the names of tensors that only say how others are stored."""
+"""Last name parts of marker tensors, which only state how other tensors are stored."""
 
 
 class QuantisedLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one program names the tensors of a quantised weight: a row of `quantised_layouts.toml`."""
+    """Tensor names of a quantised weight in one program; a row of `quantised_layouts.toml`."""
 
     name: str
     codes: str
@@ -94,14 +95,16 @@ class QuantisedLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """One weight of a file, as the tensors that it is made of.
+    """Names of the tensors that store one quantised weight.
 
     Attributes:
-        name: of the weight: `blocks.0.ff.weight`.
-        layout: for people: `scaled fp8`, `int8 by rows`.
+        name: name of the weight: `blocks.0.ff.weight`.
+        layout: description for users: `scaled fp8`, `int8 by rows`.
         codes: tensor with the codes.
-        scale: tensor that the weight is proportional to; "" where it is missing.
-        input_scale: tensor that the layer's input is divided by; "" for none.
+        scale: tensor to which the weight is proportional; "" if there is none.
+        others: further tensors of the weight, such as block scales.
+        input_scale: tensor by which the layer's input is divided; "" for none.
+        divisor: number by which codes times scale is divided.
     """
 
     name: str
@@ -119,7 +122,7 @@ def find_quantised_weights(
     """List the quantised weights of a file, in its order.
 
     Args:
-        methods: layer to the method that the file names for it.
+        methods: quantisation methods by layer, as returned by `read_methods`.
     """
     found = []
     for name, entry in tensors.items():
@@ -165,10 +168,10 @@ def _join(layer: str, part: str) -> str:
 def read_methods(
     tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str], marks: Mapping[str, bytes]
 ) -> dict[str, str]:
-    """Return the quantisation method of each layer that has one in the file's metadata or marks.
+    """Return the quantisation method of each layer for which the file's metadata or markers name one.
 
     Args:
-        marks: contents of its `comfy_quant` tensors.
+        marks: contents of the `comfy_quant` tensors, by name.
     """
     said: dict[str, str] = {}
     for name, content in marks.items():
@@ -193,7 +196,7 @@ def _parse(text: str) -> dict:
 
 
 def spread_scale(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
-    """Expand a scale to multiply the codes: per tensor, row or block; None if it does not fit.
+    """Reshape or expand a scale so that it broadcasts with the codes; None if their shapes do not fit.
 
     Args:
         codes: `[R, ...]`.

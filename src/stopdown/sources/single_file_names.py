@@ -1,7 +1,8 @@
-"""Components in the names that single files have: tensors renamed, fused, transposed, never computed.
+"""Mapping between a component's tensor names and those in single files: renamed, fused or transposed.
 
-Diffusers' converters read such files and nothing writes them. So the way back is data, one table a class
-in `knowledge/rules/single_file_names.toml`. Every value of a component has one place in its file.
+Diffusers' converters only read such files, and no library writes them. The mapping back is data, one table
+for each class in `knowledge/rules/single_file_names.toml`. Every value of a component has one place in its
+file.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ _SUM = re.compile(r"<([^<>]*)>")
 
 
 class Layout(msgspec.Struct, frozen=True, rename={"class_name": "class"}):
-    """How the tensors of a class are named in a single file.
+    """Names of a class's tensors in a single file.
 
     Attributes:
-        class_name: in Diffusers or Transformers.
-        rules: patterns over a name and what takes their place, one after the other.
-        like: class whose rules come after these.
-        merged: 1 x 1 convolution that readers do not have, to the one before it, which takes it up.
-        narrow: classes of modules that readers run in the format of their input, and Diffusers in fp32.
+        class_name: class in Diffusers or Transformers.
+        rules: pairs of a regular expression and its replacement, applied one after the other.
+        like: class whose rules are applied after these.
+        merged: maps a 1 x 1 convolution that other programs lack to the convolution before it, into which
+            it is multiplied.
+        narrow: module classes that Diffusers runs in fp32 and other programs in the format of their input.
     """
 
     class_name: str
@@ -42,10 +44,11 @@ class Layout(msgspec.Struct, frozen=True, rename={"class_name": "class"}):
 
 
 class Whole(msgspec.Struct, frozen=True):
-    """What is before the names of each component in one file with all of a pipeline.
+    """Name prefixes of the components in a single file with a whole pipeline.
 
     Attributes:
-        layouts: component to the table that replaces its class's.
+        prefixes: prefix by component.
+        layouts: table to use instead of that of the component's class, by component.
     """
 
     pipeline: str
@@ -55,10 +58,12 @@ class Whole(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True, order=True):
-    """A tensor of a component, or what of it a tensor in a file has.
+    """A component's tensor as a part of a tensor in a single file.
 
     Attributes:
-        change: `swap`, `1x1`, `1x1x1`, `T`, or nothing.
+        order: position among the parts, which are concatenated along dim 0.
+        name: name in the component.
+        change: change of its layout: `swap` (of its halves), `1x1`, `1x1x1` (added dims), `T`, or "".
     """
 
     order: int
@@ -75,13 +80,13 @@ def read_layouts() -> dict[str, Layout]:
 
 @functools.cache
 def find_whole(pipeline_class: str) -> Whole:
-    """Return the names in a single file with a whole pipeline; without prefixes for unknown pipelines."""
+    """Return the prefixes in single files with a whole pipeline; without any for unknown pipelines."""
     rows = read_rows("single_file_names", "whole", Whole)
     return next((row for row in rows if row.pipeline == pipeline_class), Whole("", "", {}))
 
 
 def find_comfyui_folder(component: str) -> str:
-    """Return the folder of ComfyUI's models for a component's file."""
+    """Return the name of the folder in ComfyUI's `models` for a component's file."""
     for prefix, folder in (("text_encoder", "text_encoders"), ("vae", "vae")):
         if component.startswith(prefix):
             return folder
@@ -89,7 +94,7 @@ def find_comfyui_folder(component: str) -> str:
 
 
 def check_layouts(program: Any, components: Iterable[str]) -> None:
-    """Refuse a program with a component whose names in single files are unknown."""
+    """Raise `OptionError` if the tensor names of some components in single files are unknown."""
     problems = []
     for name in components:
         try:
@@ -105,10 +110,10 @@ def check_layouts(program: Any, components: Iterable[str]) -> None:
 
 
 def lay_out(module: torch.nn.Module, table: str = "") -> dict[str, tuple[Piece, ...]]:
-    """Map each name in a single file to the tensors of a component that make it up.
+    """Map each tensor name in a single file to the component's tensors that it consists of.
 
     Args:
-        table: another one than that of its class.
+        table: name of the table to use; "" for that of the module's class.
     """
     found = _find_layout(module, table)
     rules = (*found.rules, *(read_layouts()[found.like].rules if found.like else ()))
@@ -133,7 +138,12 @@ def _find_layout(module: torch.nn.Module, table: str = "") -> Layout:
 
 
 def rename_tensor(name: str, rules: Iterable[tuple[str, str]], numbers: Mapping[str, int]) -> str:
-    """Return the name of a tensor in a single file, followed by `@` and its change or place, if any."""
+    """Return the name of a tensor in a single file, followed by `@` and its change or order, if any.
+
+    Args:
+        rules: rules of a `Layout`.
+        numbers: values of the variables in replacements, such as `n1`.
+    """
     for pattern, replacement in rules:
         name = re.sub(pattern.replace("<last>", str(numbers["last"])), replacement, name)
         name = _SUM.sub(lambda found: str(_add(found[1], numbers)), name)
@@ -141,7 +151,7 @@ def rename_tensor(name: str, rules: Iterable[tuple[str, str]], numbers: Mapping[
 
 
 def _add(text: str, numbers: Mapping[str, int]) -> int:
-    """Evaluate a sum of products such as `1+n1*2`."""
+    """Evaluate a sum of products such as `1+n1*2`, with the given values of variables."""
     return sum(
         math.prod(numbers[x] if x in numbers else int(x) for x in product.split("*"))
         for product in text.split("+")
@@ -149,7 +159,7 @@ def _add(text: str, numbers: Mapping[str, int]) -> int:
 
 
 def _count(module: torch.nn.Module, names: Iterable[str]) -> dict[str, int]:
-    """Return the numbers that appear in replacements, from a component's configuration and names."""
+    """Return the values of the variables in replacements, from a component's configuration and names."""
     config: Any = getattr(module, "config", {})
 
     def read(*fields: str) -> Any:
@@ -179,7 +189,7 @@ def _count(module: torch.nn.Module, names: Iterable[str]) -> dict[str, int]:
 
 
 def arrange(module: torch.nn.Module, table: str = "") -> dict[str, torch.Tensor]:
-    """Return the tensors of a component as a single file has them; tied ones once.
+    """Return the tensors of a component with the names and layout of single files; tied ones once.
 
     Cost: the memory of fused tensors.
     """
@@ -195,7 +205,7 @@ def arrange(module: torch.nn.Module, table: str = "") -> dict[str, torch.Tensor]
 
 
 def _merge(module: torch.nn.Module, table: str) -> dict[str, torch.Tensor]:
-    """Return a component's state, its merged convolutions multiplied in fp32 into those before them."""
+    """Return a component's state dict with merged convolutions multiplied, in fp32, into those before."""
     state = module.state_dict()
     for name, before in _find_layout(module, table).merged.items():
         weight, bias = state.pop(f"{name}.weight"), state.pop(f"{name}.bias")
@@ -207,13 +217,13 @@ def _merge(module: torch.nn.Module, table: str) -> dict[str, torch.Tensor]:
 
 
 def list_merged(module: torch.nn.Module, table: str = "") -> dict[str, str]:
-    """Map the tensors that absorb a convolution, which readers lack, to that convolution's tensors."""
+    """Map the weights and biases of convolutions to those of a later one that is merged into them."""
     merged = _find_layout(module, table).merged.items()
     return {f"{x}.{end}": f"{name}.{end}" for name, x in merged for end in ("weight", "bias")}
 
 
 def find_arranged_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of `arrange`; empty for a class without a table."""
+    """Return the shapes of the tensors that `arrange` would return; empty for a class without a table."""
     if type(module).__name__ not in read_layouts():
         return {}
     state, made = module.state_dict(), {}
@@ -228,7 +238,10 @@ def find_arranged_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 def take_apart(
     module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Reverse `arrange`: return the tensors of a component from those of its file."""
+    """Reverse `arrange`: return the tensors of a component from those of a single file.
+
+    Merged convolutions become identities.
+    """
     state, made = module.state_dict(), dict[str, torch.Tensor]()
     for name in _find_layout(module).merged:
         weight, bias = state[f"{name}.weight"], state[f"{name}.bias"]

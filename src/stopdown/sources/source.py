@@ -1,4 +1,4 @@
-"""A model that was found: its components and its weight files."""
+"""`Source`: a model that was found, with its components and weight files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from stopdown.sources.headers import (
 )
 
 OPTIONAL_COMPONENTS = ("safety_checker", "feature_extractor", "image_encoder")
-"""Components that a pipeline may be published without, although its index names them."""
+"""Components that may be missing although the pipeline's index names them."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A component that a single file holds without the rest of its pipeline.
+    """A component in a single file that lacks the rest of its pipeline.
 
     Attributes:
-        prefix: what the names of its tensors begin with in the file; "" where nothing is in front.
-        seen_as: what Diffusers' converter of this class wants there instead.
-        laid_out: `single_file_names` has its names, so no converter is asked.
+        name: name of the component.
+        prefix: prefix of its tensor names in the file; "" for none.
+        seen_as: prefix that Diffusers' converter for this class expects instead.
+        laid_out: whether `single_file_names` has its names, so that no converter is needed.
     """
 
     name: str
@@ -40,19 +41,18 @@ class Source:
     """A model that was found, as its `model_index.json` describes it.
 
     Attributes:
-        name: as it was asked for.
+        name: name that the user gave.
         path: folder, or single file.
-        kind: where it comes from; `component` where it describes a file with one component, by the folder
-            of that component alone.
+        kind: type of source; `component` for the folder of a single component.
         pipeline_class: name of its Diffusers class; empty for a single file.
-        components: name → (library, class); empty for a single file.
+        components: (library, class) by component; empty for a single file.
         revision: commit on the Hub; empty otherwise.
-        config: of a single file: Diffusers folder or Hub id with its configurations; None for the one
+        config: for a single file, a Diffusers folder or Hub id with its configurations; None for the one
             that Diffusers knows for this kind of checkpoint.
-        variant: of the weights, where a component has it: `fp16`; "" for those without one.
-        loras: files or Hub ids with their weights, put on when it is loaded.
-        scheduler: class that takes the place of its own; "" for its own.
-        parts: of a single file without the whole pipeline: what it holds, once `complete_source` looked.
+        variant: variant of the weights to use if a component has it: `fp16`; "" for none.
+        loras: LoRA files or Hub ids with their weights, applied when the model is loaded.
+        scheduler: class used instead of the model's own scheduler; "" for its own.
+        parts: components in a single file without the whole pipeline, filled in by `complete_source`.
     """
 
     name: str
@@ -69,11 +69,11 @@ class Source:
 
     @property
     def described(self) -> Path:
-        """Folder of its configurations; of a single file, once `complete_source` has found it."""
+        """Folder of the configurations; for a single file only after `complete_source` has found it."""
         return Path(self.config) if self.kind == "file" and self.config else self.path
 
     def list_folders(self, name: str) -> list[Path]:
-        """List the folders of a component: `controlnet_1` is a further one of `controlnet`."""
+        """List the folders of a component, such as `controlnet` and `controlnet_1` for two ControlNets."""
         found, number = [self.described / name], 1
         while (key := f"{name}_{number}") not in self.components and (
             self.described / key
@@ -85,7 +85,7 @@ class Source:
     def has_weights(self, name: str) -> bool:
         """Return whether a component is a model, and not a tokenizer, processor or scheduler.
 
-        This follows from its library and class, and for other classes from the content of its folder.
+        The name of its class decides, or else the files in its folder.
         """
         library, class_name = self.components[name]
         endings = _SIDE_OF_TRANSFORMERS if library == "transformers" else _SIDE
@@ -101,7 +101,7 @@ _SIDE_OF_TRANSFORMERS = (
     *("Tokenizer", "TokenizerFast", "Processor", "Extractor", "ImageProcessorFast"),
     *("ImageProcessorPil", "Backend"),  # transformers 5 names generic tokenizers by what runs them
 )
-"""Endings of classes without weights. A `Tokenizer` of Diffusers is a model that turns sound into codes."""
+"""Endings of classes without weights. In Diffusers, a `Tokenizer` is a model that encodes sound."""
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "vocab.json", "spiece.model")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -109,17 +109,17 @@ _SIDE_CONFIGURATIONS = (*TOKENIZER_FILES, *PROCESSOR_FILES, "scheduler_config.js
 
 
 def _is_of_model(file_name: str) -> bool:
-    """Check whether a file belongs to a model: its configuration, weights or their index."""
+    """Return whether a file is a model's configuration, weights or index of shards."""
     is_weights = file_name.endswith((*WEIGHT_FILES, *hub.PICKLES, ".index.json"))
     return is_weights or file_name == "config.json"
 
 
 PYTHON_NAME = re.compile(r"[A-Za-z]\w{,99}", re.ASCII)
-"""Components and classes are Python's names; a system's names of files end at 255 bytes."""
+"""Valid name of a component or class: a Python identifier of at most 100 characters."""
 
 
 def list_weight_files(source: Source) -> dict[str, list[Path]]:
-    """List the safetensors files of each component with weights; a single file is `checkpoint`."""
+    """List the weight files of each component that has weights; a single file is listed as `checkpoint`."""
     if source.kind == "file":
         return {"checkpoint": [source.path]}
     return {
@@ -134,7 +134,7 @@ def list_weight_files(source: Source) -> dict[str, list[Path]]:
 
 
 def narrow_source(source: Source, names: Collection[str]) -> Source:
-    """Return the source with only these components, or all of them without names."""
+    """Return the source with only these components; unchanged if `names` is empty."""
     if not names:
         return source
     return replace(source, components={name: source.components[name] for name in names})

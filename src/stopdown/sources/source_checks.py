@@ -1,4 +1,4 @@
-"""Sources checked before anything is loaded: descriptions, side files, and headers of weights."""
+"""Checks of a source before anything is loaded: configurations, tokenizers, and headers of weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from stopdown.sources.source_problems import (
 
 
 def verify_source(source: Source) -> None:
-    """Check a whole source before loading any of it."""
+    """Check all files of a source before any is loaded; raise one `SourceError` for all problems."""
     if source.kind == "file":
         problems = list(check_weight_file(source.path, "the file"))
     else:
@@ -59,7 +59,7 @@ def verify_source(source: Source) -> None:
 
 
 def verify_descriptions(source: Source) -> None:
-    """Check the JSON files of a source; weights and folders may be missing."""
+    """Check the JSON files of a source, and raise `SourceError`; weights and folders may be missing."""
     found = list(find_refusals(source)) if source.kind != "component" else []
     for name in source.components:
         found += _check_configurations(source, name, source.path / name, may_lack=True)
@@ -67,7 +67,7 @@ def verify_descriptions(source: Source) -> None:
 
 
 def find_refusals(source: Source) -> Iterator[SourceProblem]:
-    """Yield the problems in `model_index.json` alone: foreign code and unknown classes."""
+    """Yield the problems in `model_index.json` alone, such as custom code and unknown classes."""
     index = source.path / "model_index.json"
     content = read_description(index)
     if isinstance(content.get("_class_name"), list) or content.get("trust_remote_code"):
@@ -109,7 +109,7 @@ def find_damages(source: Source) -> Iterator[SourceProblem]:
 
 
 def find_missing(source: Source) -> list[SourceProblem]:
-    """List the problems of missing weights and folders; empty for a folder of configurations alone."""
+    """List problems with missing weights and folders; none for a folder that has only configurations."""
     if not any(list_weight_files(source).values()) and not any(source.path.glob("*/*.index*.json")):
         return []
     return [problem for problem in find_damages(source) if problem.rank == MISSING]
@@ -133,7 +133,7 @@ def _check_configurations(
 
 
 def _check_side_files(folder: Path) -> Iterator[SourceProblem]:
-    """Yield problems of vocabularies and templates that are too large or not regular files."""
+    """Yield problems with vocabularies and templates that are too large or not regular files."""
     for path in sorted(folder.rglob("*")):
         is_plain = path.is_file() and path.stat().st_size <= MOST_BYTES
         if not is_plain and not path.is_dir() and path.suffix not in (".json", ".safetensors"):
@@ -159,7 +159,7 @@ def _check_configuration(path: Path) -> Iterator[SourceProblem]:
 
 
 def _name_configuration(class_name: str) -> tuple[str, ...]:
-    """Return the files for a component of this class without weights; one of them is enough."""
+    """Return the configuration files of a class without weights, of which a component needs one."""
     if class_name.endswith("Scheduler"):
         return ("scheduler_config.json",)
     if class_name.endswith(("Tokenizer", "TokenizerFast", "Backend")):
@@ -196,7 +196,7 @@ def check_weight_file(path: Path, owner: str) -> Iterator[SourceProblem]:
 
 
 def read_header_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Read the tensors of a file; for a GGUF file, import torch to read its weights."""
+    """Read the names, dtypes and shapes of a file's tensors; imports torch for a GGUF file."""
     if path.suffix.lower() != ".gguf":
         return read_header(path)
     from stopdown.sources.weight_files import read_shapes
@@ -205,7 +205,11 @@ def read_header_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def describe_damage(path: Path, error: Exception, owner: str = "the file") -> SourceProblem:
-    """Describe a damaged weight file, whose `owner` is part of the message."""
+    """Describe a damaged weight file.
+
+    Args:
+        owner: component or file, as the message names it.
+    """
     kind = "GGUF" if path.suffix.lower() == ".gguf" else "safetensors"
     said = {"path": path, "error": error, "kind": kind, "owner": owner}
     return make_problem("weights", **said, real_path=os.path.realpath(path))

@@ -1,4 +1,4 @@
-"""What is said of a model that is refused, missing or damaged: `knowledge/rules/source_problems.toml`."""
+"""Errors for models that are refused, missing or damaged, from `knowledge/rules/source_problems.toml`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from stopdown.errors import SourceError
 from stopdown.files.toml_files import read_rows
 
 PICKLED, MISSING = 2, 3
-"""Ranks of problems."""
+"""Ranks of problems with pickled weights and with missing files."""
 
 
 class SourceProblem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One thing that is wrong with a source; the lowest rank is the worst."""
+    """A problem with a source; the lowest rank is the worst."""
 
     name: str
     rank: int

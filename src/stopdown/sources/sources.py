@@ -1,13 +1,13 @@
-"""Where a model comes from: found, checked and described before anything of it is loaded.
+"""Resolution of a SOURCE to a model, before anything of it is loaded.
 
 A SOURCE is the name of a bundled model, a Diffusers folder, a single `.safetensors` file or a Hub
-id. `resolve_source` finds it (and downloads it), `verify_source` reports everything that is wrong
-with it. Neither imports torch or Diffusers, and nothing that was downloaded is executed.
+id. `resolve_source` finds the model (and downloads it), and `verify_source` reports all problems with its
+files. Neither imports torch or Diffusers, and nothing that was downloaded is executed.
 
-**Catches** unknown models and pipeline classes, missing folders and configurations, missing, cut
-off and damaged weights, pickles, adapters beside weights, and what `descriptions` finds: configurations
-that ask for code, or for more than a model has.
-**Does not catch** weights that fit the file but not the model: `load_pipeline` reports those.
+**Catches** unknown models and pipeline classes, missing folders and configurations, missing, truncated and
+damaged weights, pickles, adapters beside weights, and configurations that request code or implausible sizes
+(`descriptions`).
+**Does not catch** weights that fit the file but not the model; `load_pipeline` reports those.
 """
 
 from __future__ import annotations
@@ -65,14 +65,15 @@ def resolve_source(
         source: bundled name, folder, `.safetensors` file or Hub id.
         revision: branch, tag or commit of a Hub id.
         config: for a single file, a Diffusers folder or Hub id with its configurations.
-        variant: of the weights: `fp16`.
-        progress: called with the stage (`download`), the item, bytes done and bytes in all (0 if unknown).
-        with_weights: False leaves the weights of a Hub id where they are.
+        variant: variant of the weights, such as `fp16`.
+        progress: called with the stage (`download`), the item, bytes done and bytes in total (0 if
+            unknown).
+        with_weights: False to download no weights of a Hub id.
 
     Raises:
-        SourceError: there is no such model, its description is refused at once, or the libraries that load
-            it are too old.
-        OptionError: a revision or a config was given that says nothing about this source.
+        SourceError: there is no such model, its index is refused, or the libraries that load it are too
+            old.
+        OptionError: a revision or a config was given that does not apply to this kind of source.
     """
     check_libraries()
     if not isinstance(source, (str, Path)):
@@ -102,11 +103,11 @@ NEEDED = {
     "accelerate": "1.0",
     "huggingface-hub": "1.0",
 }
-"""The least versions that load a checkpoint. The extra `pipelines` brings them."""
+"""Oldest library versions that can load checkpoints. The extra `pipelines` installs them."""
 
 
 def check_libraries() -> None:
-    """Refuse an environment whose libraries suffice only for the guard and ComfyUI's nodes."""
+    """Raise `SourceError` if libraries in `NEEDED` are missing or too old to load checkpoints."""
     from packaging.version import Version
 
     here = {name: read_version(name) for name in NEEDED}
@@ -161,7 +162,7 @@ def is_complete(source: Source) -> bool:
 
 
 def count_download(source: Source) -> int:
-    """Count the bytes of a Hub id that are not yet on this computer; 0 for other sources and offline."""
+    """Count the bytes of a Hub id that must still be downloaded; 0 for other sources and offline."""
     if source.kind != "hub" or is_complete(source):
         return 0
     index = source.path / "model_index.json"
@@ -171,7 +172,7 @@ def count_download(source: Source) -> int:
 
 
 def read_remote_headers(source: Source) -> hub.Headers:
-    """Read the headers of a Hub id's weights, which stay there; empty for other sources and offline."""
+    """Read the headers of a Hub id's weights without a download; empty for other sources and offline."""
     if source.kind != "hub":
         return ()
     names = tuple(name for name, has in _list_folders(source).items() if has)
@@ -189,7 +190,7 @@ KINDS = {
     "file": "a file",
     "hub": "a Hub id",
 }
-"""What a SOURCE can be, in words."""
+"""Kinds of a SOURCE, with a phrase for each."""
 
 
 def find_kind(source: str | Path) -> str:
@@ -203,7 +204,7 @@ def find_kind(source: str | Path) -> str:
 def refuse_ignored(
     source: str | Path, revision: str | None = None, config: str | Path | None = None
 ) -> None:
-    """Refuse options without meaning for this kind of source."""
+    """Refuse a revision or a config that does not apply to this kind of source."""
     kind = find_kind(source)
     if revision is not None and kind != "hub":
         raise OptionError(
@@ -303,8 +304,8 @@ def _describe_plain_folder(path: Path) -> SourceError:
 def read_stored_dtypes(source: Source) -> dict[str, dict[str, int]]:
     """Count the stored bytes by component and dtype, from the headers of the weights alone.
 
-    A single file is one component, `checkpoint`. Of a Hub id whose weights are not here yet, the headers
-    are read there.
+    A single file is one component, `checkpoint`. If a Hub id's weights are not downloaded yet, the headers
+    are read from the Hub.
     """
     found = list_weight_files(source)
     if source.kind == "hub" and not all(found.values()):
@@ -321,11 +322,12 @@ def read_stored_dtypes(source: Source) -> dict[str, dict[str, int]]:
 
 
 def fingerprint(source: Source) -> str:
-    """Compute a SHA-256 over the headers, sizes and samples of all weights, and over their configs.
+    """Compute a SHA-256 over the headers, sizes and samples of all weights, their configs, and LoRAs.
 
-    The hash is equal for a copy in another folder, or saved by another version of the libraries. It
-    differs for another checkpoint of the same shape, and after a config was edited.
-    Cost: 64 KiB read from each file.
+    A copy in another folder, or saved by another version of the libraries, has the same hash. Another
+    checkpoint of the same shape, or an edited config, has another.
+
+    Cost: reads 64 KiB of each weight file, and all of each LoRA.
     """
     digest = hashlib.sha256()
     for name, files in sorted(list_weight_files(source).items()):

@@ -1,4 +1,4 @@
-"""Weight files of any program as one list of weights, quantised ones and GGUF too."""
+"""Uniform access to the weights in a file of any program, including quantised ones and GGUF."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from stopdown.sources.quantised_weights import list_weights
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file as a list of weights, in the order of their bytes.
+    """A weight file and its weights, in the order of their offsets.
 
     Attributes:
         kind: `safetensors`, or `GGUF` with its architecture.
+        metadata: text entries of the file's metadata.
     """
 
     path: Path
@@ -34,7 +35,7 @@ class WeightFile:
 
 
 def read_shapes(path: Path) -> dict[str, StoredTensor]:
-    """Read the weights of a file by name; each quantised weight counts as one tensor in fp32."""
+    """Read the dtypes and shapes of a file's weights by name; a quantised weight counts as one in fp32."""
     file = open_weight_file(path)
     if not file.is_quantised:
         return read_header(path)
@@ -47,7 +48,7 @@ def read_shapes(path: Path) -> dict[str, StoredTensor]:
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Load the weights of a file as stored; quantised ones in fp32."""
+    """Load all weights of a file by name: as stored, or dequantised to fp32."""
     file = open_weight_file(path)
     if not file.is_quantised:
         from safetensors.torch import load_file
@@ -57,7 +58,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def open_weight_file(path: Path) -> WeightFile:
-    """Open a safetensors or GGUF file and return its weights, still unread."""
+    """Open a safetensors or GGUF file; the values of its weights are read later."""
     if path.suffix.lower() == ".gguf":
         reader = open_gguf(path)
         texts = read_texts(reader)
