@@ -1,8 +1,8 @@
-"""Sizes that a model can make: frames, height and width, checked against its configs before it loads.
+"""Valid sizes of a model's output (frames, height, width), from its configs before it is loaded.
 
-A picture's side must be a multiple of the autoencoder's compression times the transformer's patch
-(or the halvings of a video UNet); a video's frames must fit the autoencoder's compression in time.
-Some transformers have positions for one size only, or up to a size.
+The sides of a picture must be multiples of the autoencoder's compression times the transformer's patch size
+(or the downsampling of a video UNet). The frames of a video must fit the autoencoder's temporal
+compression. Some transformers have positional embeddings for one size only, or up to a size.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from stopdown.errors import OptionError, SourceError
 from stopdown.sources.descriptions import read_description
 
 _FAR = 2
-"""A pipeline's default stays where it has at most this many times the pixels that the configs name."""
+"""A pipeline's default size is kept if it has at most this many times the pixels of the configs' size."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What the sizes of a model's output must fit.
+    """Constraints on the sizes of a model's output.
 
     Attributes:
-        side: height and width are multiples of this many pixels.
-        frames: frames are one more than a multiple of this; 1 when any number will do.
-        most: the largest height and width; 0 when there is no limit.
-        only: the one height and width that work; None when others do.
+        side: height and width must be multiples of this many pixels.
+        frames: the number of frames must be a multiple of this plus 1; 1 if any number is valid.
+        reason: explanation of `side`.
+        most: largest height and width; 0 without a limit.
+        only: the only valid height and width; None if there are others.
+        frames_reason: explanation of `frames`.
     """
 
     side: int
@@ -132,11 +134,11 @@ def find_own_sides(pipe: Any) -> tuple[int, int] | None:
 def choose_own_sides(pipe: Any) -> dict[str, int]:
     """Choose height and width for a call without sizes if the pipeline's default does not suit its configs.
 
-    A default is written for the checkpoint of a pipeline's authors. Configs that name a far smaller size
-    decide themselves, and no side goes beyond the positions that a transformer has.
+    A default is meant for its authors' checkpoint. If the configs name a far smaller size, that is used. No
+    side exceeds the transformer's positional embeddings.
 
     Returns:
-        Nothing if the default suits, or if the pipeline asks its configs itself.
+        `height` and `width`; empty if the default suits, or if the pipeline reads its configs itself.
     """
     taken = inspect.signature(type(pipe).__call__).parameters
     default = [taken[name].default for name in ("height", "width") if name in taken]
@@ -172,10 +174,11 @@ def check_sizes(
     width: int | None = None,
     is_whole_video: bool = False,
 ) -> None:
-    """Refuse sizes that the model cannot make, naming the nearest that it can.
+    """Refuse sizes that the model cannot make, with an error that names the nearest valid ones.
 
     Args:
-        is_whole_video: the frames are all that a given video has, so that there are no more to take.
+        is_whole_video: whether `frames` is the length of a given video, so that no larger number is
+            suggested.
     """
     height_only, width_only = grid.only or (0, 0)
     _check_side("height", height, grid, height_only)

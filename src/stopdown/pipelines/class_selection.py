@@ -1,4 +1,4 @@
-"""Which pipeline class serves a request from a source, known before anything is loaded."""
+"""Selection of the pipeline class for a request, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from stopdown.sources.needed_packages import refuse_missing_packages
 from stopdown.sources.source import Source
 
 _SISTERS = {"video": {"CogVideoXPipeline": "CogVideoXVideoToVideoPipeline"}}
-"""What a request holds, to pairs of classes that have the same weights and are in no table of Diffusers."""
+"""By input of a request: classes, and those for that input with the same weights, that Diffusers' tables
+lack."""
 
 
 def prepare_check(source: Source) -> Callable[[Request], None]:
-    """Read the configs of a source and return a check that refuses requests its pipeline does not take."""
+    """Read a source's configs; return a function that refuses requests its pipeline does not accept."""
     configs = read_configs(source.described)
     grid = find_grid({name: configs[name] for name in source.components if name in configs})
     pipeline_class = find_class("diffusers", source.pipeline_class)
@@ -40,15 +41,15 @@ def prepare_check(source: Source) -> Callable[[Request], None]:
 
 
 def select_class(source: Source, request: Request | None) -> Source:
-    """Return a source with the pipeline class that serves a request."""
+    """Return a source with the pipeline class that suits the inputs of a request."""
     chosen = choose_class(source.pipeline_class, request or Request())
     return dataclasses.replace(source, pipeline_class=chosen)
 
 
 def choose_class(class_name: str, request: Request) -> str:
-    """Choose the class that serves a request: the checkpoint's own, or its sister for pictures or video.
+    """Choose the pipeline class for a request: the checkpoint's own, or one for pictures, masks or video.
 
-    A class that takes a picture itself, as one with a ControlNet does, is kept.
+    A class that takes a picture itself, such as one with a ControlNet, is kept.
     """
     given = (name for name in ("mask", "video", "image") if getattr(request, name) is not None)
     asked = next(given, None)
@@ -57,7 +58,11 @@ def choose_class(class_name: str, request: Request) -> str:
 
 @functools.cache
 def _list_sisters(asked: str) -> dict[str, str]:
-    """Map each class that takes no picture to Diffusers' class for that input with the same weights."""
+    """Map each class without a picture input to Diffusers' class with the same weights for that input.
+
+    Args:
+        asked: the input: `mask`, `video` or `image`.
+    """
     with quiet_libraries():  # the table imports every pipeline
         from diffusers.pipelines import auto_pipeline as tables
 
@@ -85,7 +90,7 @@ def select_pipeline(
     *,
     progress: Progress | None = None,
 ) -> Source:
-    """Complete a source, select the class that serves a request, and check that the class takes it."""
+    """Complete a source, select the pipeline class for a request, and check that the class accepts it."""
     found = select_class(complete_source(source, progress=progress), request)
     refuse_missing_packages(found)
     prepare_check(found)(request)

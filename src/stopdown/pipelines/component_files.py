@@ -1,12 +1,13 @@
-"""Files that hold components without the rest of their pipeline, as most are published for ComfyUI.
+"""Detection and loading of components in single files without the rest of their pipeline.
 
-Which ones, the names say. Diffusers' own converter of each class is given the file's names and shapes
-without values; a component is in the file when every tensor of it comes out. Programs put prefixes before
-the names (`model.diffusion_model.`), and some converters need one: both are tried. Text encoders have the
-names of Transformers. Where Diffusers has no converter, or one for the published size alone,
-`single_file_names` says which names a component has. Diffusers' own names need no converter.
+Most such files are published for ComfyUI. The components are recognised by tensor names: Diffusers'
+converter of each class gets the file's names and shapes without values, and the component is in the file if
+all of its tensors come out. Programs add prefixes to names (`model.diffusion_model.`), which some
+converters need, so names are tried with and without. Text encoders have the names of Transformers. If
+Diffusers has no converter, or one for the published size only, `single_file_names` has the names.
+Diffusers' own names need no converter.
 
-Not covered: other weights of the same shapes: `transformer_2` of a Wan is taken for `transformer`.
+Not covered: different weights of the same shapes; the `transformer_2` of a Wan is taken for `transformer`.
 """
 
 from __future__ import annotations
@@ -39,19 +40,25 @@ _WHOLE = (
     ("first_stage_model.", "vae."),
     ("cond_stage_model.", "conditioner.", "text_encoders."),
 )
-"""A whole checkpoint has names of each of these kinds."""
+"""Prefixes in a whole checkpoint, which has names with one of each group."""
 
 _WANTED = ("model.diffusion_model.", "vae.")
-"""Prefixes without which a converter of Diffusers finds nothing."""
+"""Prefixes that some converters of Diffusers require."""
 
 _HEAD = re.compile(r"^((text_model|language_model|model)\.)+")
-"""What versions of Transformers put before the names of one encoder, or leave away."""
+"""Prefix of an encoder's names, which depends on the version of Transformers."""
 
 
 def find_file_components(path: Path, described: Source) -> tuple[Part, ...]:
-    """Find the components in a file; () for a whole checkpoint.
+    """Find the components in a single file; () if it is a whole checkpoint.
 
-    Cost: each component built once without weights, unless the file is whole.
+    Args:
+        described: source with the configurations of the pipeline.
+
+    Raises:
+        SourceError: the file has none of its components.
+
+    Cost: builds each component once without weights, unless the file is whole.
     """
     shapes = {name: entry.shape for name, entry in read_shapes(path).items()}
     if all(any(name.startswith(kind) for name in shapes) for kind in _WHOLE):
@@ -89,7 +96,7 @@ def _find_part(
 
 
 def _list_parts(name: str, shapes: Mapping[str, Any]) -> Iterator[Part]:
-    """Yield candidate parts: each prefix in the file, or none, with each that converters want."""
+    """Yield a `Part` for each prefix in the file, or none, with each prefix that converters may require."""
     found = {key.removesuffix(split_prefix(key)[2]): None for key in shapes}
     for prefix in {**found, "": None}:
         for wanted in ("", *_WANTED):
@@ -97,7 +104,7 @@ def _list_parts(name: str, shapes: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def rename_component_tensors(part: Part, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors under a part's prefix, by the names that its class loads."""
+    """Select the tensors with a part's prefix, and rename them as its class expects."""
     return {
         part.seen_as + name.removeprefix(part.prefix): value
         for name, value in tensors.items()
@@ -106,7 +113,7 @@ def rename_component_tensors(part: Part, tensors: Mapping[str, Any]) -> dict[str
 
 
 def _is_held(module: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Check whether these names and shapes give every tensor of a component, or one of each tied group."""
+    """Return whether names and shapes include every tensor of a component, or one of each tied group."""
     wanted: Mapping[str, torch.Tensor] = module.state_dict(keep_vars=True)
     if is_of_transformers(type(module)):
         wanted = {_HEAD.sub("", name): x for name, x in wanted.items()}
@@ -120,7 +127,7 @@ def _is_held(module: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> 
 def _convert_shapes(
     module: Any, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes from Diffusers' converter of a class; empty if it does not know the names."""
+    """Convert names and shapes with Diffusers' converter for a class; empty if it fails on the names."""
     from diffusers.loaders import single_file_model as single_file
 
     kind = single_file._get_single_file_loadable_mapping_class(type(module))
@@ -136,7 +143,11 @@ def _convert_shapes(
 
 
 def load_parts(source: Source, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Load the components of a file in fp32, from tensors by their names in the file."""
+    """Load the components of a single file in fp32.
+
+    Args:
+        tensors: tensors by their names in the file.
+    """
     return {part.name: _load_part(source, part, tensors).eval() for part in source.parts}
 
 

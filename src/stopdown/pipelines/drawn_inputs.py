@@ -1,4 +1,4 @@
-"""Pictures, videos and masks for a pipeline that needs one and was given none, in plans and forecasts."""
+"""Synthetic pictures, videos and masks as missing inputs of a pipeline, for plans and forecasts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _SIDE, _FRAMES = 256, 9
 def draw_inputs(
     pipe: Any, request: Request, *, sides: tuple[int, int] = (_SIDE, _SIDE), frames: int = _FRAMES
 ) -> Request:
-    """Return a request with the pictures, masks and video that the pipeline needs, drawn where missing.
+    """Return a request with the missing pictures, masks and video that the pipeline needs filled in.
 
     Args:
-        sides: height and width of the drawn inputs, in pixels.
+        sides: height and width of the synthetic inputs, in pixels.
+        frames: number of frames of a synthetic video.
     """
     needed = list_needed_fields(type(pipe))
     missing = [name for name in _DRAWN if name in needed and getattr(request, name) is None]
@@ -40,7 +41,12 @@ def complete_request(pipe: Any, request: Request) -> Request:
 
 
 def _draw_picture(sides: tuple[int, int], frames: int = 1, shift: int = 0) -> np.ndarray[Any, Any]:
-    """Draw a picture `[H, W, 3]` uint8 with slopes, edges and grain."""
+    """Draw a picture `[H, W, 3]` uint8 with gradients, edges and noise.
+
+    Args:
+        sides: height and width.
+        shift: number of the picture in a video, which moves the edges and seeds the noise.
+    """
     rows, columns = np.mgrid[0 : sides[0], 0 : sides[1]] % _SIDE
     grain = np.random.default_rng(shift).integers(0, 48, sides)
     edges = 96 * (((rows + 4 * shift) // 32 + columns // 32) % 2)
@@ -62,4 +68,4 @@ _DRAWN: dict[str, Callable[[tuple[int, int], int], np.ndarray[Any, Any]]] = {
     "mask": _draw_mask,
     "control_image": functools.partial(_draw_picture, shift=1),
 }
-"""Attribute of a request to what draws it."""
+"""Function that draws each input, by field of a request."""

@@ -1,12 +1,11 @@
-"""The one dry run: a pipeline's own code run once without weights, and who listens to it.
+"""Dry run: run a pipeline's own code once without weights, and notify listeners.
 
-Everything outside of the components is real: tokenizer, scheduler, noise, the loop over the steps.
-A component's code runs on fake tensors, and zeros of the shapes and dtypes that it returns go on
-into the pipeline. Where it asks for values that follow from its arguments alone, it gets them. Calls that
-nothing tells apart (component, formats of its weights, shapes, dtypes and plain arguments) are run once;
-those that follow get the same answer at once.
+Everything except the components is real: tokenizer, scheduler, noise, and the loop over the steps. The code
+of a component runs on fake tensors. The pipeline then gets zeros of the returned shapes and dtypes, or the
+actual values if they follow from the arguments alone. Calls that are alike (same component, weight formats,
+shapes, dtypes and plain arguments) are run once, and the result is used for the others.
 
-What a run is made for are listeners: the check of dtypes, the forecast of memory, the calls of a
+Listeners use the run: the check of dtypes, the forecast of memory, and the recording of calls for a
 certificate. Several may listen to one run.
 """
 
@@ -44,15 +43,15 @@ _SIDE = 256
 
 @dataclass(eq=False)
 class DryCall:
-    """One component call of a dry run, and what came of it.
+    """One component call of a dry run, with its result.
 
     Attributes:
-        fakes: `id` of a tensor among them → the fake one that the component's code gets; empty for a
-            call that is answered at once.
-        kept: what listeners noted while its code ran, by names of their own; all calls that are answered
-            alike share it.
-        returned: what its code returned, tensors on `meta`; None where it raised.
-        output: what goes back into the pipeline: the same as zeros; None where the run ends here.
+        fakes: fake tensor for each tensor argument, by the argument's `id`; empty if the result of an
+            earlier call is used.
+        kept: records of listeners while the code ran, by names of their own; shared with all calls that
+            use the same result.
+        returned: output of the code, with tensors on `meta`; None if it raised.
+        output: output that the pipeline gets, with zeros for values; None if the run ends with this call.
     """
 
     call: ComponentCall
@@ -63,11 +62,11 @@ class DryCall:
 
 
 class Listener:
-    """What is told of a dry run; a method that is not overridden does nothing.
+    """Listener of a dry run; a method that is not overridden does nothing.
 
     Attributes:
-        ends_at_decoder: it needs nothing of what follows the first call of the decoder.
-        most_steps: how many denoising steps it needs; None for all.
+        ends_at_decoder: whether the run may end after the first call of the decoder.
+        most_steps: number of denoising steps that the listener needs; None for all.
     """
 
     ends_at_decoder: bool = True
@@ -78,35 +77,32 @@ class Listener:
         return contextlib.nullcontext()
 
     def sign(self, call: ComponentCall) -> str:
-        """Return the listener's part of a call's signature: calls with equal signatures share an answer."""
+        """Return what the listener adds to a call's signature; calls with equal signatures are run once."""
         return ""
 
     def begin(self, run: DryCall) -> None:
-        """Note the start of a component call."""
+        """Handle the start of a component call."""
 
     def inside(self, run: DryCall, paths: ModulePaths) -> contextlib.AbstractContextManager[object]:
-        """Return a context for a component's code on fake tensors, such as a torch mode that sees it.
+        """Return a context, such as a dispatch mode, in which a component's code runs on fake tensors.
 
-        `paths` knows which module is running.
-
-        `paths` knows which module is running.
-
-        `paths` knows which module is running.
+        Args:
+            paths: tracks which submodule is running.
         """
         return contextlib.nullcontext()
 
     def enter(self, path: str) -> None:
-        """Note that the forward of a submodule of the component is about to run."""
+        """Handle the start of a submodule's forward; `path` is its path in the component."""
 
     def leave(self, path: str) -> None:
-        """Note that the forward of a submodule of the component has run."""
+        """Handle the end of a submodule's forward; `path` is its path in the component."""
 
     def end(self, run: DryCall) -> None:
-        """Note the end of a component call, also if its code raised."""
+        """Handle the end of a component call, also if its code raised an exception."""
 
 
 class ComponentFailed(Exception):
-    """A component's code did not run without values; its error is the cause."""
+    """Raised if a component's code fails on fake tensors; its exception is the cause."""
 
     def __init__(self, callee: Callee, error: Exception) -> None:
         super().__init__(f"{callee.name}: {error}")
@@ -114,19 +110,19 @@ class ComponentFailed(Exception):
 
 
 class _DecoderReached(Exception):
-    """Everything that there is to see was seen."""
+    """Raised to end a dry run after the decoder's first call."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a component's code gave: its output, tensors on `meta`, and what listeners noted."""
+    """Result of a component's code: its output with tensors on `meta`, and the listeners' records."""
 
     output: Any
     kept: dict[str, Any]
 
 
 Answers = dict[str, Answer]
-"""Signature of a call → its answer. Runs of the same listeners may share one."""
+"""Results by signature of the call; runs with the same listeners may share this cache."""
 
 
 def dry_run(
@@ -135,13 +131,14 @@ def dry_run(
     listeners: Sequence[Listener] = (),
     answers: Answers | None = None,
 ) -> None:
-    """Run a skeleton's `__call__` and notify its listeners.
+    """Run the `__call__` of a pipeline without weights, and notify listeners.
 
     Args:
-        skeleton: from `build_skeleton` or `copy_skeleton`. Layers installed on its components run too.
-        arguments: of its call. A generator among them keeps its state.
-        listeners: the outermost first.
-        answers: of earlier runs; those of this run are added.
+        skeleton: pipeline from `build_skeleton` or `copy_skeleton`. Interception layers on its components
+            run too.
+        arguments: keyword arguments of the call. The state of a generator among them is not changed.
+        listeners: the listeners, outermost first.
+        answers: cache of results from earlier runs, to which this run adds.
     """
     run = _DryRun(listeners, {} if answers is None else answers)
     given = _prepare(arguments, listeners)
@@ -157,12 +154,12 @@ def dry_run_program(
     listeners: Sequence[Listener] = (),
     torch_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
-    """Run a live program that is no pipeline, its components answered by copies without weights.
+    """Run a live program that is not a pipeline, with its components replaced by copies without weights.
 
     Args:
-        program: as `guard` takes it. Only its own code changes it.
-        torch_dtypes: component → dtype that it is to have as if it had been loaded so; the others
-            are as they are.
+        program: program as for `guard`. Nothing but its own code changes it.
+        start: runs the program.
+        torch_dtypes: dtypes in which components are treated as loaded, by name; others keep their own.
     """
     made: dict[tuple[torch.nn.Module, str], torch.nn.Module] = {}
 
@@ -181,7 +178,7 @@ def dry_run_program(
 
 
 def _prepare(arguments: Mapping[str, Any], listeners: Sequence[Listener]) -> dict[str, Any]:
-    """Reduce the steps to those that the listeners need, and replace the generator by a fresh one."""
+    """Return the arguments with only as many steps as listeners need, and with a new generator."""
     prepared, name = dict(arguments), "num_inference_steps"
     most = [listener.most_steps for listener in listeners]
     if most and None not in most:
@@ -193,7 +190,12 @@ def _prepare(arguments: Mapping[str, Any], listeners: Sequence[Listener]) -> dic
 
 
 class _DryRun:
-    """One run while it goes on."""
+    """State of one dry run.
+
+    Attributes:
+        copy: replaces a callee by one on a copy without weights; None for a skeleton.
+        last: component call at which the run ends; None to run to the end.
+    """
 
     def __init__(
         self,
@@ -205,7 +207,7 @@ class _DryRun:
         self.last: Callee | None = None
 
     def go(self, program: Any, start: Callable[[], Any], arguments: Mapping[str, Any]) -> None:
-        """Run a program, whose components may have no weights, until no listener needs the rest."""
+        """Run a program until its end, or until the decoder's first call if no listener needs the rest."""
         with (
             Patches() as patches,
             quiet_libraries(),
@@ -223,7 +225,7 @@ class _DryRun:
             start()
 
     def _answer(self, call: ComponentCall) -> Any:
-        """Answer a component call with zeros, after notifying every listener."""
+        """Return the output of a component call, with zeros for unknown values, and notify listeners."""
         is_last = call.callee == self.last
         if self.copy is not None:
             used = self.copy(call.callee)
@@ -284,7 +286,7 @@ class _DryRun:
 
 
 def _drop_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor on `meta`; integers that follow from the arguments stay known."""
+    """Return an empty tensor on `meta`; values of integers that follow from the arguments stay attached."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     if not (tensor.is_floating_point() or tensor.is_complex()):
         set_known(made, find_known(tensor))
@@ -292,7 +294,7 @@ def _drop_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fill(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a component's output on a device: the known values, or zeros where they depend on weights."""
+    """Return an output tensor on a device, with its known values, or zeros if they depend on weights."""
     known = find_known(tensor)
     return torch.zeros_like(tensor, device=device) if known is None else known.to(device, copy=True)
 
@@ -302,7 +304,7 @@ def _sign_formats(module: torch.nn.Module) -> str:
 
 
 def _count_held(pipe: Any) -> int:
-    """Count the models in a pipeline's ControlNet or adapter, each of which gets its own picture."""
+    """Count the models in a pipeline's ControlNet or adapter, each of which needs a picture; 1 without."""
     for part in (getattr(pipe, "controlnet", None), getattr(pipe, "adapter", None)):
         children = list(part.children()) if isinstance(part, torch.nn.Module) else []
         if len(children) == 1 and isinstance(children[0], torch.nn.ModuleList):
@@ -324,7 +326,13 @@ def _list_ip_adapters(pipe: Any) -> list[int]:
 def _add_pictures(
     pipe: Any, picture: Any, taken: Mapping[str, Any], has_image: bool
 ) -> dict[str, Any]:
-    """Return the other picture arguments that a pipeline needs."""
+    """Return the picture arguments, other than `image`, that a pipeline needs.
+
+    Args:
+        picture: picture to use for all of them.
+        taken: parameters of the pipeline's `__call__`.
+        has_image: whether `image` is given already.
+    """
     needed, found = list_needed_arguments(type(pipe)), dict[str, Any]()
     for name in ("mask_image", "control_mask", "control_image"):
         if name in needed:
@@ -343,7 +351,7 @@ def _add_pictures(
 
 
 def make_arguments(pipe: Any) -> dict[str, Any]:
-    """Make arguments for the smallest request that a pipeline takes, at its default sizes if they suit."""
+    """Make up arguments for a minimal call of a pipeline, at its default size if that suits its configs."""
     taken = inspect.signature(type(pipe).__call__).parameters
     arguments: dict[str, Any] = dict(choose_own_sides(pipe))
     if "prompt" in taken:

@@ -1,17 +1,17 @@
-"""A source as a Diffusers pipeline, each component in its own precision.
+"""Loading of a source as a Diffusers pipeline, each component in its own precision.
 
-Each component with weights is loaded by its own class, from safetensors only and without the
-network, so that an error names it and progress counts its bytes. The classes keep in fp32 what
-their authors pinned. Diffusers then builds the pipeline around the components.
+Each component with weights is loaded by its own class, from safetensors only and without network access, so
+that errors name the component, and progress is counted in bytes. The classes keep in fp32 what their
+authors require. Diffusers then builds the pipeline from the components.
 
-**Catches** weights that lack tensors of the model, have others than it, are integers where it has
-floats, or whose shapes do not fit it (Transformers would fill them at random); configurations of far
-more than the weights, before memory is taken.
+**Catches** weights that lack tensors of the model, have other ones, are integers in place of floats, or
+have the wrong shapes (Transformers would initialise them at random); and, before memory is allocated,
+configurations that need far more values than the weights have.
 
-Weights may stay in files: the component is built empty and filled tensor by tensor. As they are stored
-they lie in the checkpoint's own files, cast to another dtype in temporary ones, and take no memory that the
-system could not take back. So a model larger than memory can be measured, planned and run. Names,
-shapes or dtypes that are not the class's own (quantised, of older layouts) are left to the class.
+Weights can be memory-mapped: the component is built empty and filled tensor by tensor. Tensors in their
+stored format are mapped from the checkpoint's files, cast ones from temporary files. The operating system
+can evict both, so that a model larger than memory can be measured, planned and run. If names, shapes or
+dtypes are not those of the class (quantised weights, older layouts), the class loads them itself.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from stopdown.sources.sources import resolve_source
 from stopdown.sources.weight_files import load_weights, open_weight_file, read_shapes
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype] | None
-"""One dtype, or component → dtype with `default` for the others (fp32 without it); None: as stored."""
+"""One dtype, or dtypes by component, with `default` for others (else fp32); None for the stored dtypes."""
 
 
 def load_pipeline(
@@ -79,12 +79,13 @@ def load_pipeline(
 ) -> Any:
     """Load the Diffusers pipeline of a source on the CPU, in evaluation mode.
 
-    Weights that are cast and large beside the machine's memory lie in temporary files and are mapped.
+    Cast weights that are large compared to the machine's memory are mapped from temporary files.
 
     Args:
-        torch_dtypes: dtype of each component; None leaves every weight as it is stored, mapped from
-            the checkpoint's own files if its class allows that.
-        mapped: map them in this folder, however small they are; not those of a single file.
+        torch_dtypes: dtype of each component; None to keep stored dtypes, with weights mapped from the
+            checkpoint's own files if the class allows it.
+        mapped: folder for temporary files into which all weights are mapped, whatever their size; ignored
+            for a single file.
     """
     if source.parts:
         held = " and ".join(part.name for part in source.parts)
@@ -100,7 +101,10 @@ def load_pipeline(
 
 
 def load_program(source: Source, *, torch_dtypes: Dtypes, progress: Progress | None = None) -> Any:
-    """Load a pipeline as `load_pipeline` does, or a file with parts of one as an object with attributes."""
+    """Load a pipeline, or the components of a file that has only some as attributes of an object.
+
+    The arguments are those of `load_pipeline`.
+    """
     if not source.parts:
         return load_pipeline(source, torch_dtypes=torch_dtypes, progress=progress)
     size = source.path.stat().st_size
@@ -115,9 +119,9 @@ def load_program(source: Source, *, torch_dtypes: Dtypes, progress: Progress | N
 
 
 def move_program(program: Any, device: Device) -> Any:
-    """Move the weights of a module, a program or a pipeline to a device; return the program.
+    """Move the weights of a module, program or pipeline to a device, and return it.
 
-    Weights that wait in their files are read there, one after the other.
+    Weights that are offloaded to files are read from there, one after the other.
     """
     modules = (
         [program] if isinstance(program, torch.nn.Module) else find_components(program).values()
@@ -133,10 +137,10 @@ def move_program(program: Any, device: Device) -> Any:
 
 
 def complete_source(source: Source, *, progress: Progress | None = None) -> Source:
-    """Return the source with its pipeline class, its components and the folder that describes them.
+    """Return the source with its pipeline class, components and folder of configurations filled in.
 
-    A single file holds weights only: its class and components come from a configuration elsewhere. Which
-    of them it holds is in `parts`, if it is not the whole pipeline.
+    A single file has only weights, so these come from a configuration elsewhere, which may be downloaded.
+    If the file has only some of the components, `parts` lists them.
     """
     if source.kind != "file":
         return source
@@ -178,16 +182,16 @@ def _report(progress: Progress | None, what: str, done: int, total: int) -> None
 
 
 def choose_dtype(dtypes: Dtypes, name: str) -> torch.dtype | None:
-    """Return the dtype of one component; None leaves it as stored."""
+    """Return the dtype for one component; None for the stored dtype."""
     if dtypes is None or isinstance(dtypes, torch.dtype):
         return dtypes
     return dtypes.get(name, dtypes.get("default", torch.float32))
 
 
 def _count_cast_bytes(files: Iterable[Path], dtype: torch.dtype | None) -> int:
-    """Count the bytes of a component's weights that are cast to this dtype during loading.
+    """Count the bytes, after the cast, of weights that are cast to this dtype during loading.
 
-    Weights already stored in it take no memory of their own: the class maps the file.
+    Weights already stored in it are not counted, as the class maps them from the file.
     """
     if dtype is None:
         return 0
@@ -252,11 +256,13 @@ def _map_component(
     stored: Mapping[Path, Mapping[str, StoredTensor]],
     folder: Path | None = None,
 ) -> torch.nn.Module | None:
-    """Build a component with mapped weights; None if its class has to load it.
+    """Build a component with memory-mapped weights; None if its class must load it instead.
 
     Args:
-        dtype: of its weights; its authors may keep some in fp32. None leaves each as it is stored.
-        folder: for the temporary files; None maps those of the checkpoint.
+        config: folder with its `config.json`.
+        dtype: dtype of its weights, except those that its class keeps in fp32; None for stored dtypes.
+        stored: tensors in each of its weight files.
+        folder: folder for temporary files; None to map the checkpoint's files.
     """
     from accelerate import init_empty_weights
 
@@ -314,10 +320,10 @@ def _put(module: torch.nn.Module, key: str, tensor: torch.Tensor) -> None:
 
 
 def carries_plan(folder: Path) -> bool:
-    """Check whether a component's configuration carries a plan for its original weights.
+    """Return whether a component's configuration contains a plan to apply to its weights.
 
     Raises:
-        SourceError: the weights are already folded.
+        SourceError: the plan's exponents are already folded into the weights.
     """
     method = read_description(folder / "config.json").get("quantization_config")
     if not isinstance(method, dict) or method.get("quant_method") != QUANT_METHOD:
@@ -332,10 +338,14 @@ def carries_plan(folder: Path) -> bool:
 
 
 def find_unknown(model: torch.nn.Module, unexpected: set[str], stored: Iterable[str]) -> list[str]:
-    """List stored tensors that a model of this configuration should have but lacks.
+    """List stored tensors for which a model has no parameter although it should have one.
 
-    Encoders are often published inside a larger model: CLIP with its vision model, UMT5 with its
-    decoder. Tensors of the other part alone are ignored.
+    Encoders are often published inside a larger model, such as CLIP with its vision model, or UMT5 with its
+    decoder. Tensors of such another part are ignored.
+
+    Args:
+        unexpected: stored tensors without a parameter.
+        stored: names of all stored tensors.
     """
     # Buffers that are computed anew; older versions stored them.
     unexpected = unexpected - {name for name, _ in model.named_buffers()}
@@ -350,7 +360,7 @@ def find_unknown(model: torch.nn.Module, unexpected: set[str], stored: Iterable[
 def _check_stored_dtypes(
     folder: Path, model: torch.nn.Module, tensors: Mapping[str, StoredTensor]
 ) -> None:
-    """Refuse integers where a model has floats: they would be read as values."""
+    """Refuse stored integers for a floating parameter, as they would be loaded as values."""
     if getattr(model, "hf_quantizer", None) is not None:
         return
     floats = {name for name, x in name_parameters(model).items() if x.is_floating_point()}
@@ -410,7 +420,7 @@ def _load_single_file(source: Source, dtypes: Dtypes, progress: Progress | None)
 
 
 def _read_scales(path: Path, patches: Patches) -> None:
-    """Make Diffusers load quantised weights multiplied by their scales; it would read codes as values."""
+    """Patch Diffusers to load a file's quantised weights dequantised; it would read codes as values."""
     import diffusers.loaders.single_file as loader
 
     is_its_own = loader.load_single_file_checkpoint.__module__.startswith("diffusers.")
@@ -420,7 +430,7 @@ def _read_scales(path: Path, patches: Patches) -> None:
 
 
 def _choose_common_dtype(dtypes: Dtypes, path: Path) -> torch.dtype:
-    """Return the single dtype in which Diffusers loads a file: fp32 when components differ."""
+    """Return the one dtype in which Diffusers must load a single file; fp32 if components differ."""
     if dtypes is None:
         return _find_common_dtype(entry.dtype for entry in read_shapes(path).values())
     found = {dtypes} if isinstance(dtypes, torch.dtype) else set(dtypes.values())
@@ -428,14 +438,14 @@ def _choose_common_dtype(dtypes: Dtypes, path: Path) -> torch.dtype:
 
 
 def _find_common_dtype(stored: Iterable[str]) -> torch.dtype:
-    """Return the 16-bit dtype in which all weights are stored, else fp32, which holds them all."""
+    """Return the 16-bit dtype in which all weights are stored, or else fp32."""
     found = {*stored} & FORMATS.keys()
     only = found.pop() if len(found) == 1 else ""
     return FORMATS[only].torch_dtype if only in ("fp16", "bf16") else torch.float32
 
 
 def _find_configuration(source: Source, progress: Progress | None) -> Source:
-    """Find the configs and tokenizers of a single file as a source, downloaded if they are on the Hub."""
+    """Find the source with the configs and tokenizers for a single file; download them if necessary."""
     where = _identify_checkpoint(source) if source.config is None else source.config
     folder = Path(where).expanduser()
     if folder.is_dir():
@@ -452,7 +462,7 @@ def _find_configuration(source: Source, progress: Progress | None) -> Source:
 
 
 def _read_component(folder: Path) -> Source | None:
-    """Return the only component that a folder describes, as a source; None for a pipeline's folder."""
+    """Return a source for the folder of a single component; None for a pipeline's folder."""
     if (folder / "model_index.json").exists() or not (folder / "config.json").is_file():
         return None
     content, place = read_description(folder / "config.json"), folder.resolve()
@@ -464,7 +474,11 @@ def _read_component(folder: Path) -> Source | None:
 
 
 def _identify_checkpoint(source: Source) -> str:
-    """Return the Hub id of the configuration that Diffusers infers from the names in the file."""
+    """Return the Hub id of the configuration that Diffusers infers from the tensors of a single file.
+
+    Raises:
+        SourceError: the kind of checkpoint is unknown.
+    """
     from diffusers.loaders.single_file_utils import fetch_diffusers_config
 
     tensors = read_shapes(source.path)

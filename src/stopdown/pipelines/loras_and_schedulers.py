@@ -1,6 +1,6 @@
-"""What is on a pipeline besides its components: LoRAs, and another scheduler.
+"""Changes to a pipeline besides its components: LoRAs, and a different scheduler.
 
-A LoRA is put on before anything is planned or cast, so a plan counts it in.
+LoRAs are loaded before anything is planned or cast, so that a plan includes them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stopdown.sources.sources import resolve_source
 def resolve_whole(
     name: Any, *, progress: Progress | None = None, with_weights: bool = True
 ) -> Source:
-    """Resolve the model in a command's options or a batch's settings, with its LoRAs and scheduler."""
+    """Resolve and verify the model in a command's or a batch's options, with LoRAs and scheduler."""
     loras = tuple(parse_lora(text) for text in name.lora)
     scheduler = find_scheduler(name.scheduler) if name.scheduler else ""
     found = resolve_source(
@@ -47,7 +47,7 @@ def resolve_whole(
 
 
 def _check_scales(source: Source, loras: Sequence[str]) -> None:
-    """Refuse a LoRA for the original on converted weights, and a converted LoRA on the original."""
+    """Refuse an unconverted LoRA for converted weights, and a converted LoRA for original ones."""
     if not loras:
         return
     files = [path for paths in list_weight_files(source).values() for path in paths]
@@ -73,7 +73,7 @@ def _check_scales(source: Source, loras: Sequence[str]) -> None:
 
 
 def parse_lora(text: str) -> tuple[str, float]:
-    """Return the path and weight of `style.safetensors:0.8`; the weight is 1 by default."""
+    """Parse `style.safetensors:0.8` into path and weight, 1 by default; check that the file is readable."""
     path, sign, weight = text.rpartition(":")
     if not sign or not re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", weight):
         path, weight = text, "1"
@@ -152,11 +152,11 @@ def name_lora_as_diffusers(folder: Path, tensors: Mapping[str, Any]) -> dict[str
     """Rename the tensors of a LoRA to Diffusers' names, with the converter of a pipeline's class.
 
     Args:
-        folder: of the pipeline, for its class and the sizes of its UNet.
-        tensors: in the names of another program.
+        folder: folder of the pipeline, for its class and the configuration of its UNet.
+        tensors: tensors under another program's names.
 
     Returns:
-        The tensors renamed, split or joined as that class loads them; none where it reads no such names.
+        The tensors renamed, split or joined as the class loads them; empty if it does not know the names.
     """
     import diffusers
 

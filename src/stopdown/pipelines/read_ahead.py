@@ -1,7 +1,7 @@
-"""Parts of files read into the system's cache before they are asked for: disk and processor overlap.
+"""Read-ahead of file ranges into the system's cache, so that disk reads and computation overlap.
 
-A certificate reads each weight once and computes on it for longer than the disk takes. Without this the
-processor waits for the disk at each weight, and the disk for the processor.
+A certificate reads each weight once and computes with it for longer than the read takes. Without
+read-ahead, the CPU and the disk wait for each other at every weight.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import NamedTuple
 from stopdown.sources.headers import read_header
 
 AHEAD_BYTES = 1 << 29
-"""No more than this is read beyond what was used."""
+"""Most bytes that are requested beyond those already used."""
 
 CHUNK_BYTES = 1 << 20
-"""The system reads at most so much for one request."""
+"""Bytes per request; the system reads no more at a time."""
 
 
 class ByteRange(NamedTuple):
-    """Bytes of a file that are read together: one tensor."""
+    """Byte range of one tensor in a file."""
 
     path: Path
     start: int
@@ -31,7 +31,7 @@ class ByteRange(NamedTuple):
 
 
 def list_byte_ranges(path: Path) -> dict[str, ByteRange]:
-    """Return where the values of each tensor lie in a safetensors file."""
+    """Return the byte range of each tensor's values in a safetensors file, by name."""
     with path.open("rb") as file:
         begin = 8 + int.from_bytes(file.read(8), "little")
     return {
@@ -41,12 +41,12 @@ def list_byte_ranges(path: Path) -> dict[str, ByteRange]:
 
 
 class ReadAhead:
-    """Asks the system for parts of files in a thread of its own, as long as it is entered.
+    """Context manager with a thread that requests parts of files from the system before they are used.
 
-    On systems without `posix_fadvise` nothing is asked for.
+    Does nothing on systems without `posix_fadvise`.
 
     Args:
-        parts: in the order in which they will be used.
+        parts: byte ranges in the order in which they will be used.
     """
 
     def __init__(self, parts: Iterable[ByteRange]) -> None:
@@ -67,7 +67,7 @@ class ReadAhead:
             self._thread.join()
 
     def note_used(self, size_bytes: int) -> None:
-        """Note that this many more bytes were used."""
+        """Record that this many more bytes were used, so that more may be requested."""
         with self._changed:
             self._used_bytes += size_bytes
             self._changed.notify()
@@ -91,7 +91,7 @@ class ReadAhead:
                     asked_bytes += size
 
     def _wait(self, asked_bytes: int) -> bool:
-        """Wait until more may be requested; return False if this has ended."""
+        """Wait until more may be requested; return False if the block has ended."""
 
         def may_go_on() -> bool:
             return self._has_ended or asked_bytes < self._used_bytes + AHEAD_BYTES

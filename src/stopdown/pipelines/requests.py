@@ -1,7 +1,7 @@
-"""From what a user asks for to the arguments of a pipeline's call.
+"""`Request`: what a user asks of a pipeline, and its translation to arguments of the pipeline's call.
 
-Arguments are found by name in the signature of the pipeline's `__call__`, so a pipeline that no one
-here has heard of works too. Families differ in a few names only; those are in tables.
+Arguments are found by name in the signature of the pipeline's `__call__`, so that unknown pipelines work as
+well. The few names that differ between families of pipelines are in tables.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ PROMPTS = (
     "behind him, warm golden light, 35mm film.",
     "A train crosses a snowy mountain bridge, steam and pine forest, heavy snowfall, aerial shot.",
 )
-"""What is measured when no prompt is given: short, long, still and moving."""
+"""Prompts for measurements if none is given: short and long, of still and moving scenes."""
 
 
 _ALWAYS = ("mask_image", "control_image", "control_mask", "control_video")
-"""Arguments that have None as default, and without which no pipeline that takes them runs."""
+"""Arguments that every pipeline which has them needs, although their default is None."""
 _INPUT = re.compile(
     r"^(?!.*ip_adapter).*(image|mask|video|control|condition|frames|pose|face|audio|hint)(?!.*(embed|latent|scale|guidance"
     r"|strength|mode|crop|attention|num_|_start|_end|per_prompt))"
 )
-"""Names of arguments that are pictures, masks and the like."""
+"""Pattern of the names of media inputs, such as pictures, masks and sound."""
 
 
 def _check_count(name: str, value: int) -> None:
@@ -81,39 +81,40 @@ def check_seed(name: str, value: int, largest: int = LARGEST_SEED) -> None:
 def _say(
     kind: type, text: str, *names: str, check: Callable[[str, Any], None] | None = None
 ) -> dict[str, Any]:
-    """Describe a field of `Request`: the only place to change for a new one.
+    """Return the metadata of a field of `Request`.
 
-    Commands, items of a batch, journals, signatures and refusals iterate over these fields.
+    Commands, batches, journals, signatures and error messages iterate over the fields, so a new field is
+    only added there.
 
     Args:
-        kind: of its value on the command line and in JSON: a picture or a video is a `Path`.
-        text: help of its option.
-        names: the field's names in pipelines, the likeliest first.
-        check: refuses a value, given the field's name and the value.
+        kind: type of its value on the command line and in JSON; `Path` for a picture or video.
+        text: help text of its option.
+        names: argument names in pipelines, most common first.
+        check: called with the field's name and a value; raises an error for an invalid value.
     """
     return {"kind": kind, "help": text, "names": names, "check": check}
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks of a pipeline; None leaves the pipeline's own default.
+    """Request to a pipeline; None leaves a value to the pipeline's own default.
 
     Attributes:
-        prompt: what the output shows.
-        negative: what it does not show.
-        image: `[H, W, 3]` uint8.
-        video: `[T, H, W, 3]` uint8.
-        mask: `[H, W]` or `[H, W, 3]` uint8, white where something new is to be made.
-        control_image: `[H, W, 3]` uint8, what a ControlNet follows.
-        strength: how much of the picture to start from is changed, above 0 and up to 1.
-        frames: of the output.
-        height: of the output, in pixels.
-        width: of the output, in pixels.
-        steps: denoising steps.
+        prompt: what the output should show.
+        negative: what the output should not show.
+        image: picture to start from, `[H, W, 3]` uint8.
+        video: video to start from, `[T, H, W, 3]` uint8.
+        mask: `[H, W]` or `[H, W, 3]` uint8; white areas are replaced.
+        control_image: picture that a ControlNet follows, `[H, W, 3]` uint8.
+        strength: how much of the starting picture is changed, above 0 and up to 1.
+        frames: number of frames of the output.
+        height: height of the output, in pixels.
+        width: width of the output, in pixels.
+        steps: number of denoising steps.
         guidance: guidance scale.
-        seed: of the noise, drawn on the CPU so that it is the same on every device.
-        arguments: further arguments of the pipeline's call by its own names, given as they are; they
-            stand above what the others say.
+        seed: seed of the noise, which is drawn on the CPU so that it is the same on every device.
+        arguments: further arguments of the pipeline's call, by the pipeline's names and passed unchanged;
+            they override the other fields.
     """
 
     prompt: str | None = field(default=None, metadata=_say(str, "What to show.", "prompt"))
@@ -179,10 +180,10 @@ class Request:
 
 
 FIELDS = tuple(x for x in fields(Request) if x.metadata)
-"""What is asked of a pipeline: one entry for each field, with `kind`, `help`, `names` and `check`."""
+"""Fields of `Request` with metadata `kind`, `help`, `names` and `check`; all but `arguments`."""
 
 MEDIA = tuple(x.name for x in FIELDS if x.metadata["kind"] is Path)
-"""Attributes of a request that are arrays of pixels."""
+"""Names of a request's fields that are arrays of pixels."""
 
 _NAMES = {x.name: x.metadata["names"] for x in FIELDS if x.metadata["names"]}
 
@@ -194,7 +195,11 @@ _IN_WORDS: dict[type, tuple[type, str]] = {
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Refuse values of fields of a request that are out of range."""
+    """Refuse values of a request's fields that are out of range.
+
+    Args:
+        values: values by field name.
+    """
     for entry in FIELDS:
         value, check = values.get(entry.name), entry.metadata["check"]
         if value is not None and check is not None:
@@ -202,7 +207,11 @@ def check_values(values: Mapping[str, Any]) -> None:
 
 
 def check_request(function: str, given: Request | None) -> Request | None:
-    """Refuse a value that is not a request, or has attributes of a wrong type or out of range."""
+    """Validate the `request` argument of a public function, including its fields; return it.
+
+    Args:
+        function: name of the function, for the error message.
+    """
     check_type(
         f"{function}(request=...)",
         given,
@@ -227,7 +236,12 @@ def check_request(function: str, given: Request | None) -> Request | None:
 
 
 def list_prompts(function: str, given: Any) -> list[str | Mapping[str, Any]]:
-    """Return prompts one by one: a text or a table of arguments alone is one prompt."""
+    """Return the `prompts` argument of a public function as a list; one text or mapping is one prompt.
+
+    Args:
+        function: name of the function, for the error message.
+        given: texts, or mappings with arguments of the pipeline's call.
+    """
     expected = "A prompt is a text, or a table of arguments of the pipeline's call."
     remedy = f'Use {function}(..., prompts=["a red circle"]).'
     if isinstance(given, (str, Mapping)):
@@ -239,10 +253,10 @@ def list_prompts(function: str, given: Any) -> list[str | Mapping[str, Any]]:
 
 
 def name_pipeline_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:
-    """Return the fields of a request by the argument names of a pipeline class; loads nothing.
+    """Map a request's fields to the argument names of a pipeline class; loads nothing.
 
     Raises:
-        OptionError: the class does not take a field or an argument, or lacks one that it needs.
+        OptionError: the class does not accept a field or an argument, or needs one that is missing.
     """
     arguments: dict[str, Any] = {}
     refused: list[str] = []
@@ -275,7 +289,7 @@ def name_pipeline_arguments(pipeline_class: type, request: Request) -> dict[str,
 
 
 def refuse_unknown(pipeline_class: type, names: Iterable[str]) -> None:
-    """Refuse arguments that a pipeline's call does not take."""
+    """Refuse names that are not arguments of a pipeline's call."""
     parameters = inspect.signature(pipeline_class.__call__).parameters.values()
     if any(x.kind == inspect.Parameter.VAR_KEYWORD for x in parameters):
         return
@@ -290,7 +304,7 @@ def refuse_unknown(pipeline_class: type, names: Iterable[str]) -> None:
 
 
 _WITHOUT_PROMPT = re.compile("LEditsPP|Marigold|UnCLIPImageVariation|VisualCloze")
-"""Classes that have a tokenizer, and take texts by other names or none."""
+"""Classes with a tokenizer that take text under other names, or none."""
 
 
 _WITH_MEDIA = re.compile("Image(To|2)|Img2|Video(To|2)|Inpaint|Fill|ControlNet|Edit")
@@ -298,10 +312,10 @@ _WITH_MEDIA = re.compile("Image(To|2)|Img2|Video(To|2)|Inpaint|Fill|ControlNet|E
 
 
 def refuse_missing_prompt(class_name: str, components: Iterable[str], request: Request) -> None:
-    """Refuse a request without a prompt for a pipeline that needs one, judged by its description alone.
+    """Refuse a request without a prompt for a pipeline that needs one, by class name and components alone.
 
-    Pipelines with a tokenizer need a prompt, except those of a few classes. Classes that also need a
-    picture or video are left to `name_pipeline_arguments`, which names everything that is missing.
+    Pipelines with a tokenizer need a prompt, except for a few classes. If a picture or video is missing as
+    well, nothing is raised here, since `name_pipeline_arguments` names all missing inputs.
     """
     if {"prompt", "prompt_embeds"} & set(request.arguments) or request.prompt is not None:
         return
@@ -330,10 +344,13 @@ def list_needed_arguments(pipeline_class: type) -> list[str]:
 
 @functools.cache
 def _is_optional(name: str, pipeline_class: type) -> bool:
-    """Return whether a pipeline runs without one of its inputs, judged by its own code.
+    """Return whether a pipeline runs without an input, according to its docstring and its code.
 
-    Its docstring is trusted about a video (Wan VACE, AnyFlow) if the pipeline takes a prompt instead.
-    Docstrings are often careless about pictures: code that tests for a picture runs without one.
+    An input documented as optional is so if the pipeline also takes a prompt (Wan VACE, AnyFlow). As
+    docstrings are often wrong about pictures, code that tests for a picture counts as running without one.
+
+    Args:
+        name: `image` or `video`.
     """
     said = inspect.getdoc(pipeline_class.__call__) or ""
     described = re.search(rf"^ *{name} \(.*", said, re.M)
@@ -351,7 +368,7 @@ def _is_optional(name: str, pipeline_class: type) -> bool:
 
 
 def list_needed_fields(pipeline_class: type) -> list[str]:
-    """List the attributes of a request that a pipeline's call needs."""
+    """List the fields of a request that a pipeline's call needs."""
     needed = list_needed_arguments(pipeline_class)
     named = {find_pipeline_argument(name, pipeline_class): name for name in _NAMES}
     return [named[target] for target in needed if target in named]
@@ -362,7 +379,7 @@ def explain_pipeline_error(
 ) -> OptionError:
     """Return the error for a pipeline whose own code failed before its first component call.
 
-    The message lists the inputs that were not given.
+    The message lists media inputs that were not given.
     """
     reason = take_first_line(error)[:300]
     absent = [x for x in _read_signature(pipeline_class) if _INPUT.match(x)]
@@ -380,7 +397,7 @@ def explain_pipeline_error(
 def explain_stop(
     pipeline_class: type, arguments: Mapping[str, Any], error: Exception
 ) -> StopdownError:
-    """Return the error for a run that failed neither on its arguments nor for lack of device memory."""
+    """Return the error for a run that failed for a reason other than its arguments or device memory."""
     frames = [x for x, _ in traceback.walk_tb(error.__traceback__)]
     runs_model = any(hasattr(x.f_locals.get("self"), "named_modules") for x in frames)
     absent = [x for x in _read_signature(pipeline_class) if _INPUT.match(x)]
@@ -403,7 +420,11 @@ def explain_stop(
 
 
 def say_what_to_change(pipeline_class: type, text: str) -> str:
-    """Return the remedy for a pipeline's error message about its arguments."""
+    """Return the remedy for a pipeline's error about its arguments.
+
+    Args:
+        text: the pipeline's message.
+    """
     if "unsupported ScalarType BFloat16" in text:
         return 'It hands bf16 to NumPy, which has no such format. Use precision="fp16" or precision="fp32".'
     words = re.findall(r"\w+", text)
@@ -435,7 +456,7 @@ def _read_signature(pipeline_class: type) -> dict[str, inspect.Parameter]:
 
 
 def find_pipeline_argument(name: str, pipeline_class: type) -> str | None:
-    """Return a pipeline's argument for an attribute of a request; None if it has none."""
+    """Return the name of a pipeline's argument for a field of a request; None if it has none."""
     taken = _read_signature(pipeline_class)
     found = next((candidate for candidate in _NAMES[name] if candidate in taken), None)
     is_control = re.search("ControlNet|Adapter", pipeline_class.__name__) is not None
@@ -445,15 +466,15 @@ def find_pipeline_argument(name: str, pipeline_class: type) -> str | None:
 
 
 _NEEDS_NEGATIVE = ("EasyAnimate",)
-"""Classes, by how their names begin, that stop where no negative prompt is given: it is empty then."""
+"""Beginnings of class names that fail without a negative prompt; they get an empty one."""
 
 
 def build_arguments(pipe: Any, request: Request, *, chooses_sides: bool = True) -> dict[str, Any]:
     """Build the keyword arguments for the pipeline's call.
 
     Args:
-        chooses_sides: add height and width when the request names none and the pipeline's default does
-            not suit its configs.
+        chooses_sides: add height and width if the request has none and the pipeline's default does not suit
+            its configs.
     """
     taken = inspect.signature(type(pipe).__call__).parameters
     arguments = name_pipeline_arguments(type(pipe), request)
@@ -472,20 +493,26 @@ def build_arguments(pipe: Any, request: Request, *, chooses_sides: bool = True) 
 
 
 def list_own_sides(pipe: Any, request: Request) -> dict[str, int]:
-    """Choose height and width for a request without them, if the default does not suit the configs."""
+    """Return the height and width to add to a request without them; empty if the default suits.
+
+    See `choose_own_sides`.
+    """
     asked = (request.height, request.width, *map(request.arguments.get, ("height", "width")))
     return {} if any(side is not None for side in asked) else choose_own_sides(pipe)
 
 
 def _is_in_media(name: str, request: Request) -> bool:
-    """Return whether a size follows from the input picture or video, which is resized to it."""
+    """Return whether a request's input implies a size that the pipeline has no argument for.
+
+    It is the number of frames of a video, or the height or width to which a picture is resized.
+    """
     if name == "frames":
         return request.video is not None
     return name in ("height", "width") and request.image is not None
 
 
 def _match_text_length(pipe: Any, taken: Any) -> dict[str, int]:
-    """Return CogVideoX's `max_sequence_length` from its transformer, which takes no other."""
+    """Return CogVideoX's `max_sequence_length`, the only text length that its transformer accepts."""
     config = getattr(getattr(pipe, "transformer", None), "config", {})
     length = config.get("max_text_seq_length") if hasattr(config, "get") else None
     if not length or "max_sequence_length" not in taken:
@@ -511,7 +538,12 @@ def _check_needed(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
 
 
 def _describe_refused(pipeline_class: type, names: list[str], missing: list[str]) -> OptionError:
-    """Describe every problem of a request whose attributes a pipeline does not take."""
+    """Return the error for a request with fields that a pipeline does not accept, and missing ones.
+
+    Args:
+        names: fields that the pipeline does not accept.
+        missing: arguments that it needs.
+    """
     taken = [f"`{other}`" for other in _NAMES if find_pipeline_argument(other, pipeline_class)]
     refused = " and ".join(f"`{name}`" for name in names)
     also, how = "", ""
@@ -529,7 +561,14 @@ def _describe_refused(pipeline_class: type, names: list[str], missing: list[str]
 
 
 class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Classes of a model in two stages; see `knowledge/rules/stages.toml`."""
+    """Pipeline classes that are the second stage of a model; see `knowledge/rules/stages.toml`.
+
+    Attributes:
+        first: class of the first stage.
+        repository: Hub id of the first stage's model.
+        combined: class that runs both stages; "" if there is none.
+        folder: name of the folder in which the remedy saves the combined model.
+    """
 
     classes: tuple[str, ...]
     first: str
@@ -540,7 +579,7 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _describe_stage(pipeline_class: type) -> str:
-    """Return the remedy for a pipeline that continues from another's result; "" for all others."""
+    """Return the remedy for a pipeline that needs the result of a first stage; "" for other pipelines."""
     for stage in read_rows("stages", "stage", Stage):
         name = pipeline_class.__name__
         if name in stage.classes and not stage.combined:
@@ -570,7 +609,7 @@ _GIVE_PROMPT = 'Give a `prompt` that says what to show, such as "a red circle".'
 
 
 def _check_steps(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
-    """Refuse a strength that leaves no step: pipelines then fail with all kinds of errors."""
+    """Refuse a strength that leaves no denoising step, for which pipelines raise various errors."""
     taken = _read_signature(pipeline_class)
     if (
         not {"image", "video"} & set(list_needed_arguments(pipeline_class))
@@ -592,13 +631,13 @@ def _check_steps(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
 
 
 def _find_field(pipeline_class: type, argument: str) -> str:
-    """Return the attribute of a request for an argument of a pipeline's call; "" if there is none."""
+    """Return the field of a request for an argument of a pipeline's call; "" if there is none."""
     names = [name for name in _NAMES if find_pipeline_argument(name, pipeline_class) == argument]
     return names[-1] if names else ""  # a picture that is a control is called so
 
 
 def _list_fields(pipeline_class: type, arguments: list[str]) -> str:
-    """Join the attributes for these arguments, each as `mask` (its argument mask_image)."""
+    """Join the fields of a request for these arguments, each as "`mask` (its argument mask_image)"."""
     said = []
     for argument in arguments:
         name = _find_field(pipeline_class, argument)
@@ -608,7 +647,7 @@ def _list_fields(pipeline_class: type, arguments: list[str]) -> str:
 
 
 def _say_how(pipeline_class: type, arguments: list[str]) -> str:
-    """Explain how to give arguments of a pipeline's call: in the request, or by name without a field."""
+    """Explain how to give arguments of a pipeline's call: as fields of a request, or in `arguments`."""
     if arguments == ["prompt"]:
         return _GIVE_PROMPT
     if made := [name for name in arguments if re.search("embed|latent", name)]:
@@ -626,7 +665,7 @@ def _say_how(pipeline_class: type, arguments: list[str]) -> str:
 
 
 def _prepare_media(arguments: dict[str, Any], request: Request) -> dict[str, Any]:
-    """Convert pictures to PIL images, resized to the requested size."""
+    """Convert pictures, masks and videos in the arguments to PIL images; resize pictures as requested."""
     from PIL import Image
 
     prepared: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""What a pipeline makes: pictures, a video or sound, known from its class, and read from its output.
+"""Kind of a pipeline's output (pictures, a video or sound), from its class, and reading of that output.
 
-The output classes that the module of a pipeline names say what its result has; nothing is loaded.
+The kind is inferred from the output classes in the pipeline's module, without loading anything.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ OutputKind = Literal["video", "picture", "sound", ""]
 
 _VIDEO, _PICTURE = ("frames", "video"), ("images", "image", "prediction")
 _SOUND, _TRACK = ("audios",), ("audio", "sound")
-"""Fields of outputs: a sound alone, and the track of a video."""
+"""Fields of output classes with sound alone, and with the sound track of a video."""
 
 _RATE_OWNERS = ("vocoder", "", "sound_tokenizer", "audio_vae", "vae")
 _RATE_NAMES = ("output_sampling_rate", "sampling_rate", "sample_rate", "audio_sample_rate")
-"""Parts of a pipeline and names in them, the likeliest first, by which it tells its samples per second.
-What makes the samples comes first: an autoencoder may have the rate of what the vocoder is given."""
+"""Parts of a pipeline, and their fields with the sample rate, in the order in which they are read.
+A vocoder comes first, as an autoencoder before it may have another rate."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a pipeline returned.
+    """Output of a pipeline as arrays.
 
     Attributes:
-        frames: `[T, H, W, 3]` floating in [0, 1] (NaN possible); None of sound alone.
+        frames: `[T, H, W, 3]` floating in [0, 1] (NaN possible); None for sound alone.
         samples: `[channels, samples]` or `[samples]` floating; None without sound.
         rate: samples per second; 0 without sound.
-        fps: frames per second that the sound belongs to; None without sound, or without frames.
+        fps: frames per second at which the frames match the sound; None without either.
     """
 
     frames: np.ndarray[Any, Any] | None
@@ -68,7 +68,7 @@ def find_output_kind(pipeline_class: type) -> OutputKind:
 
 
 def _list_output_fields(pipeline_class: type) -> set[str]:
-    """List the fields of the output classes in a pipeline's module; none of Diffusers' base class."""
+    """List the fields of the output classes in a pipeline's module; empty for Diffusers' base class."""
     from diffusers.utils import BaseOutput
 
     module = pipeline_class.__module__
@@ -86,7 +86,7 @@ def _list_output_fields(pipeline_class: type) -> set[str]:
 
 
 def choose_suffix(pipeline_class: type, request: Request) -> str:
-    """Choose the suffix of an output without a name: for one frame, for several, or for sound."""
+    """Choose the suffix for an output without a name: `.png`, `.mp4` or `.wav`."""
     kind = find_output_kind(pipeline_class)
     if kind == "sound":
         return ".wav"
@@ -94,7 +94,7 @@ def choose_suffix(pipeline_class: type, request: Request) -> str:
 
 
 def check_format(pipeline_class: type, request: Request, output: str) -> None:
-    """Refuse an output that cannot hold a pipeline's result, or a result without media."""
+    """Refuse an output format that does not suit a pipeline's result, or a result without media."""
     kind = find_output_kind(pipeline_class)
     if not kind:
         fields = sorted(_list_output_fields(pipeline_class))
@@ -112,7 +112,7 @@ def check_format(pipeline_class: type, request: Request, output: str) -> None:
 
 
 def count_frames(pipe: Any, arguments: Mapping[str, Any]) -> int | None:
-    """Count the frames that a call will make; 0 for sound alone, None if its arguments do not tell."""
+    """Return the number of frames that a call will make; 0 for sound alone, None if unknown."""
     pipeline_class = type(pipe)
     kind = find_output_kind(pipeline_class)
     if kind == "sound":
@@ -176,7 +176,7 @@ def iterate_sounds(output: Any) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def _find_fps(pipe: Any, arguments: Mapping[str, Any]) -> float | None:
-    """Return the frames per second that a call asks for; None if it gives none."""
+    """Return the frames per second in a call's arguments or their defaults; None if there are none."""
     taken = inspect.signature(type(pipe).__call__).parameters
     for name in ("frame_rate", "fps"):
         given = arguments.get(name) or (taken[name].default if name in taken else None)

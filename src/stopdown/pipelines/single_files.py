@@ -1,12 +1,12 @@
-"""A single file with other values: which of its rows become which rows of which parameter.
+"""Rewriting of single-file checkpoints: which row of a file becomes which row of which parameter.
 
-Diffusers' own converter tells: it is given the file's names and shapes with the number of each row
-in place of its values, and where the numbers come out is where the values would. So every layout
-that Diffusers loads is understood: fused projections that are split, transposed matrices, convolutions
-that become linear. It runs twice, counting up and counting down, and what does not come out of both as
-the same row was computed and not moved. Numbered tensors are views of one column and take no memory.
+Diffusers' own converter gives the answer: it gets the file's names and shapes, with the number of each row
+in place of its values, and the numbers show where each row ends up. This covers every layout that Diffusers
+loads: fused projections that are split, transposed matrices, convolutions that become linears. The
+converter runs twice, with rows numbered upwards and downwards. A value that is not the same row in both was
+computed and not moved. Numbered tensors are expanded views of one column and take no memory.
 
-Not covered: tensors that other programs read and Diffusers does not: they are copied, and named.
+Not covered: tensors that other programs read and Diffusers does not; they are copied, and listed.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from stopdown.sources.source import Source
 from stopdown.sources.weight_files import read_shapes
 
 MOST_ROWS = 2**24
-"""Whole numbers up to here are exact in fp32."""
+"""Largest row number; integers up to 2^24 are exact in fp32."""
 
 _UNREAD, _LEFT = -(2**15), -(2**15) - 1
-"""In place of a row's exponent: nothing reads it; a component that is left as it was does."""
+"""Markers in place of a row's exponent: no component reads the row; an unconverted component does."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the rows of a file's tensors are in the parameters of its pipeline.
+    """Mapping of the rows of a file's tensors to the parameters of its pipeline.
 
     Attributes:
-        tensors: of the file, in its order.
-        starts: floating tensor to the number of its first row, counted from 1 through the file.
-        numbers: component, parameter name, the row number of each of its values.
-        strange: component to the parameters that do not come from the file's values alone.
+        tensors: tensors of the file, in its order.
+        starts: number of each floating tensor's first row, counted from 1 through the file.
+        numbers: for each value of a parameter, the number of its row, by component and parameter name.
+        strange: parameters that are not just moved from the file, by component.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -65,7 +65,7 @@ class Rows:
         return (self.tensors[tensor].shape or (1,))[0]
 
     def find_tensors(self, component: str, name: str) -> list[str]:
-        """Find the tensors of the file that have rows in a parameter."""
+        """List the file's tensors from which a parameter has rows."""
         starts = list(self.starts)
         firsts = torch.tensor(list(self.starts.values()))
         used = self.numbers[component][name].unique().long()
@@ -73,7 +73,7 @@ class Rows:
         return [starts[place] for place in places.unique().tolist()]
 
     def find_unread(self) -> tuple[str, ...]:
-        """Find the floating tensors of the file that have rows in no parameter."""
+        """List the file's floating tensors from which no parameter has rows."""
         read = torch.zeros(MOST_ROWS + 1, dtype=torch.bool)
         for component, named in self.numbers.items():
             for name, numbers in named.items():
@@ -87,9 +87,9 @@ class Rows:
 
 
 def trace_rows(source: Source) -> Rows:
-    """Follow the rows of a single file through Diffusers' converter.
+    """Map the rows of a single file to parameters, with Diffusers' converter.
 
-    Cost: two loads without values.
+    Cost: loads the pipeline twice without values.
     """
     tensors = read_shapes(source.path)
     starts: dict[str, int] = {}
@@ -134,14 +134,19 @@ def _load_numbered(
 
 
 def _list_stored(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the floating tensors of a component's checkpoint; tied ones once."""
+    """Return the floating tensors of a component's state dict, tied ones once."""
     stored = module.state_dict().keys()
     named = name_parameters(module).items()
     return {name: x for name, x in named if name in stored and x.is_floating_point()}
 
 
 def _number(shape: Sequence[int], start: int | None, counted_from: int) -> torch.Tensor:
-    """Return a tensor of row numbers, or of `counted_from` minus them; zeros without a start."""
+    """Return a tensor of a given shape whose values are row numbers, or `counted_from` minus them.
+
+    Args:
+        start: number of the first row; None for zeros.
+        counted_from: 0 for the row numbers themselves.
+    """
     if start is None:
         return torch.zeros((), dtype=torch.int64).expand(tuple(shape))
     rows = torch.arange(start, start + (shape[0] if shape else 1), dtype=torch.float32)
@@ -152,11 +157,12 @@ def _number(shape: Sequence[int], start: int | None, counted_from: int) -> torch
 def spread_exponents(
     rows: Rows, exponents: Mapping[str, Mapping[str, int]], left: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the exponents of the rows of each tensor that becomes fp16, `[R]` int32; others are absent.
+    """Return the exponents of the rows of each file tensor that becomes fp16, `[R]` int32, by name.
 
     Args:
-        exponents: component to be written in fp16, parameter name (`name[0:64]` for a block of rows),
-            exponent.
+        exponents: exponents by component to write in fp16 and parameter name (`name[0:64]` for a block of
+            rows).
+        left: components that are not converted, whose tensors are left out.
     """
     total = max(rows.starts.values(), default=0) + max(map(rows.count, rows.starts), default=0)
     found = torch.full((total + 1,), _UNREAD, dtype=torch.int32)
@@ -212,7 +218,7 @@ def trace_columns(
 
 
 def _number_columns(shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor of column numbers, counted from 1; zeros for fewer than two dimensions."""
+    """Return a tensor of a given shape whose values are column numbers from 1; zeros below two dims."""
     if len(shape) < 2:
         return torch.zeros(()).expand(tuple(shape))
     columns = torch.arange(1, shape[1] + 1, dtype=torch.float32)
@@ -248,14 +254,18 @@ def write_single_file(
     metadata: Mapping[str, str],
     columns: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Rewrite a file with some tensors in fp16, their rows times `2**exponent`.
+    """Rewrite a file with some tensors in fp16, each row multiplied by `2**exponent`.
 
-    Names and shapes are those of the source, and so is the order but for this: wider dtypes come
-    first, as safetensors wants them aligned. One tensor after the other is in memory.
+    Names and shapes are unchanged. So is the order, except that wider dtypes come first, as safetensors
+    requires alignment. One tensor is in memory at a time.
 
     Args:
-        exponents: tensor name to `[rows]` exponents.
-        columns: tensor name to the exponents of its columns, `[columns]`, added to those of its rows.
+        exponents: exponents of the rows, `[rows]` int32, of each tensor to convert, by name.
+        metadata: entries to add to the file's metadata.
+        columns: exponents of the columns, `[columns]`, added to those of the rows, by tensor name.
+
+    Raises:
+        ScalingError: a scaled value is beyond 65504.
     """
     header = json.loads(read_header_bytes(source)[8:])
     header["__metadata__"] = {**header.get("__metadata__", {}), **metadata}
@@ -286,7 +296,7 @@ def write_single_file(
 def fold_rows(
     value: torch.Tensor, exponents: torch.Tensor, columns: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return a tensor in fp16, each row times `2**exponent`.
+    """Return a tensor in fp16, with each row multiplied by `2**exponent`.
 
     Args:
         value: `[R, ...]` or a scalar, floating.
@@ -301,7 +311,12 @@ def fold_rows(
 
 
 def _measure_entry(entry: Mapping[str, Any], halved: bool) -> tuple[int, int]:
-    """Return the size of a tensor to be written, and that of one of its values, in bytes."""
+    """Return the size of a tensor to write, and of one of its values, in bytes.
+
+    Args:
+        entry: the tensor's entry in a safetensors header.
+        halved: whether it is written in fp16.
+    """
     start, stop = entry["data_offsets"]
     count = 1
     for size in entry["shape"]:

@@ -1,13 +1,14 @@
-"""A pipeline with everything but the weights: its own code and configs over fake parameters.
+"""Skeletons: pipelines without weights, with their own code and configs, on fake parameters.
 
-A component has its real class, and parameters on fake tensors. Only configurations are read, so a
-checkpoint of any size is built in seconds and in next to no memory. `build_skeleton` makes one from a
-Diffusers folder; `copy_skeleton` makes one from a pipeline in memory, with the dtype that each of its
-parameters has; `copy_empty_module` and `copy_to_host` one module of any program. What has no weights
-(scheduler, tokenizer, image processor) is real, or stood in for where its files are missing.
+Each component has its real class, with fake tensors as parameters. Only configurations are read, so that a
+checkpoint of any size is built in seconds and in little memory. `build_skeleton` builds one from a
+Diffusers folder. `copy_skeleton` copies a pipeline in memory, with the dtype of each parameter, and
+`copy_empty_module` and `copy_to_host` copy one module of any program. Schedulers, tokenizers and image
+processors are real, or replaced by placeholders if their files are missing.
+
 Casting a skeleton (`vae.to(torch.float32)`) works as on the original.
 
-Not covered: weights that a quantiser keeps in its own classes.
+Not covered: weights that a quantiser stores in its own classes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.source import Source
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
-"""Files of which a tokenizer that knows words has one."""
+"""Vocabulary files, of which a working tokenizer has at least one."""
 
 
 def build_skeleton(
@@ -54,9 +55,9 @@ def build_skeleton(
     """Build a source's pipeline without weights, each component as if loaded in its dtype.
 
     Args:
-        source: from `resolve_source`; only the configs in its folders are read.
-        torch_dtypes: component → dtype, fp32 where it is absent.
-        keep_fp32: leave the authors' fp32 modules in fp32; False for components that a plan rescales.
+        source: source from `resolve_source`; only the configs in its folders are read.
+        torch_dtypes: dtypes by component; fp32 for others.
+        keep_fp32: whether modules that their authors keep in fp32 are; False if a plan rescales them.
     """
     with quiet_libraries():
         parts = {name: _build(source, name, torch_dtypes, keep_fp32) for name in source.components}
@@ -64,11 +65,11 @@ def build_skeleton(
 
 
 def copy_skeleton(pipe: Any, torch_dtypes: Mapping[str, torch.dtype] | None = None) -> Any:
-    """Copy a live pipeline without its weights; runs of the copy leave the original untouched.
+    """Copy a live pipeline without its weights; runs of the copy leave the original unchanged.
 
     Args:
-        torch_dtypes: component → dtype that it is to have as if it had been loaded so; the others
-            are as they are, parameter by parameter.
+        torch_dtypes: dtypes in which components are treated as loaded, by name; parameters of others keep
+            their dtypes.
     """
     skeleton, memo = copy.copy(pipe), _Memo()
     for name, module in find_components(pipe).items():
@@ -81,16 +82,16 @@ def copy_skeleton(pipe: Any, torch_dtypes: Mapping[str, torch.dtype] | None = No
 
 
 def copy_empty_module(module: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.nn.Module:
-    """Copy a live module without its weights, on its device, with the layers beneath a recorder's.
+    """Copy a live module without its weights, on its device, with interception layers below a recorder.
 
     Args:
-        dtype: that it is to have as if it had been loaded so; None for each parameter as it is.
+        dtype: dtype in which the copy is treated as loaded; None to keep each parameter's dtype.
     """
     return _copy_module(module, _Memo(below=Rank.RECORD, keeps_device=True), dtype)
 
 
 def copy_to_host(module: torch.nn.Module) -> torch.nn.Module:
-    """Copy a live module to the host without its weights, but with the tables in its plain attributes."""
+    """Copy a live module without its weights to the host, with the tensors in its plain attributes."""
     copied, patches = _copy_module(module, _Memo(), None), Patches()  # never undone
     for part, name, table in list_tables(copied):
         patches.set_attribute(
@@ -100,7 +101,11 @@ def copy_to_host(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def list_tables(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Any]]:
-    """List plain attributes that hold tensors in a module's parts, such as Qwen-Image's rotary tables."""
+    """List submodules' plain attributes that contain tensors, such as Qwen-Image's rotary tables.
+
+    Returns:
+        The submodule, the name of the attribute, and its value.
+    """
     return [
         (part, name, value)
         for part in module.modules()
@@ -113,7 +118,7 @@ def list_tables(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Any
 def _build(
     source: Source, name: str, torch_dtypes: Mapping[str, torch.dtype], keep_fp32: bool
 ) -> Any:
-    """Build one component of a skeleton; None if the folder does not have it."""
+    """Build one component of a skeleton; None if its folder is missing."""
     library, class_name = source.components[name]
     folder = source.described / name
     if not folder.is_dir():
@@ -127,7 +132,7 @@ def _build(
 
 
 def _build_side(folder: Path, kind: Any, class_name: str) -> Any:
-    """Build a scheduler, tokenizer or processor: the real one, or a skeleton when its files are missing."""
+    """Build a scheduler, tokenizer or processor, or a placeholder if its files are missing."""
     if class_name.endswith("Scheduler"):
         with describing_failures(folder, class_name, has_weights=False):
             return kind.from_config(read_description(folder / "scheduler_config.json"))
@@ -141,7 +146,7 @@ def _build_side(folder: Path, kind: Any, class_name: str) -> Any:
 
 
 class Tokens:
-    """A tokenizer that needs no files: every prompt is one token, padded to the requested length."""
+    """Placeholder for a tokenizer; every prompt is two tokens, padded to the requested length."""
 
     model_max_length = 77
     pad_token_id = 0
@@ -197,7 +202,7 @@ def _join(source: Source, components: dict[str, Any]) -> Any:
 
 
 def _drop_pairs(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options without the components of an index, which are [library, class] pairs."""
+    """Return a model index's options with its components, which are [library, class] pairs, set to None."""
     return {
         name: None if isinstance(value, list) and len(value) == 2 else value
         for name, value in options.items()
@@ -207,7 +212,10 @@ def _drop_pairs(options: dict[str, Any]) -> dict[str, Any]:
 def _choose_loaded(
     kind: type, dtype: torch.dtype, name: str, tensor: torch.Tensor, is_weight: bool
 ) -> torch.dtype:
-    """Return a tensor's dtype once its component is loaded in `dtype`: fp32 for modules kept in fp32."""
+    """Return the dtype that a tensor would have if its component of class `kind` were loaded in `dtype`.
+
+    That is fp32 for weights of modules kept in fp32; buffers outside the state dict keep their dtype.
+    """
     if not tensor.is_floating_point() or not is_weight:
         return tensor.dtype
     kept = find_kept_fp32(kind, name_dtype(dtype))
@@ -216,13 +224,14 @@ def _choose_loaded(
 
 @dataclass
 class _Memo:
-    """What copies of one pipeline share.
+    """State shared by the copies of one pipeline's modules.
 
     Attributes:
-        below: only layers below this rank are copied. That of exponents would change the weights of the
-            original for a call that they do not hold for.
-        keeps_device: fake parameters are where the real ones are, and not on the CPU.
-        copies: what `copy.deepcopy` knows.
+        below: only interception layers below this rank are copied. By default this excludes the layer of
+            exponents, which would change the original's weights for a call that they are not valid for.
+        keeps_device: whether fake parameters are on the device of the real ones, and not on the CPU.
+        mode: fake mode of all copies.
+        copies: memo of `copy.deepcopy`.
     """
 
     below: Rank = Rank.EXPONENTS
@@ -275,7 +284,7 @@ def _strip_offload(module: torch.nn.Module) -> None:
 
 
 def _teach_casts(module: torch.nn.Module) -> None:
-    """Let `.to()` and its kin change a skeleton: PyTorch refuses to swap fake parameters."""
+    """Patch a skeleton so that `.to()`, `.half()` and so on work; PyTorch cannot swap fake parameters."""
     patches = Patches()  # never undone: the skeleton is ours
     for part in module.modules():
         patches.set_attribute(part, "_apply", functools.partial(convert_fakes_, part))
@@ -284,7 +293,11 @@ def _teach_casts(module: torch.nn.Module) -> None:
 def build_empty_component(
     source: Source, name: str, dtype: torch.dtype, keep_fp32: bool = True
 ) -> torch.nn.Module:
-    """Build one component of a source on fake tensors."""
+    """Build one component of a source on fake tensors, as if loaded in `dtype`.
+
+    Args:
+        keep_fp32: whether modules that their authors keep in fp32 are in fp32.
+    """
     library, class_name = source.components[name]
     module_class = find_class(library, class_name)
     factory = functools.partial(build_module, module_class, source.described / name)
@@ -304,7 +317,7 @@ def build_component(source: Source, name: str) -> torch.nn.Module:
 
 
 def _widen(module: torch.nn.Module, kept: tuple[str, ...]) -> None:
-    """Cast the parameters below these names to fp32 in place; no other code holds this module yet."""
+    """Replace parameters under modules with these names by fp32 ones; nothing else uses the module yet."""
     for name, parameter in list(module.named_parameters()):
         if parameter.is_floating_point() and any(part in kept for part in name.split(".")):
             path, _, leaf = name.rpartition(".")

@@ -1,12 +1,12 @@
-"""Tiny pipelines from real Diffusers classes, with random weights: what is behind `testing`.
+"""Tiny pipelines of real Diffusers classes with random weights, the implementation of `testing`.
 
-Each is narrow enough that a whole run takes about a second on one CPU core, also in fp16. Classes and
-configurations are data: `knowledge/rules/tiny_pipelines.toml`. Weights come from the classes' own
+Each is small enough that a run takes about a second on one CPU core, also in fp16. Classes and
+configurations are data in `knowledge/rules/tiny_pipelines.toml`. Weights come from the classes' own
 initialisation. Tokenizers are real ones with a vocabulary of characters.
 
-`overflow_` then makes one component too large for fp16 the way real checkpoints are: the values of
-its residual stream (or of a gated product) are multiplied by a power of two. Only norms read the
-stream, so fp32 and bf16 stay right; in fp16 the component gives NaN. Every weight fits into fp16.
+`overflow_` makes a component overflow fp16 as real checkpoints do: the values of its residual stream (or of
+a gated product) are multiplied by a power of two. Only norms read the stream, so fp32 and bf16 are still
+right, but in fp16 the component returns NaN. All weights fit into fp16.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import torch
 from stopdown.files.toml_files import read_rows, read_rules
 
 LARGEST_WEIGHT = 32768.0
-"""Scaled weights stay below this, so that they survive the cast to fp16."""
+"""Limit for scaled weights, so that they stay finite in fp16."""
 
 SPECIAL_PIECES = ("<pad>", "</s>", "<unk>", "▁")
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;!?'-"
 
 
 def make_t5_tokenizer() -> Any:
-    """Make a `T5Tokenizer` that knows single characters."""
+    """Make a `T5Tokenizer` whose vocabulary is single characters."""
     from transformers import T5Tokenizer
 
     pieces = [*SPECIAL_PIECES, *CHARACTERS]
@@ -40,7 +40,7 @@ def make_t5_tokenizer() -> Any:
 
 
 def make_clip_tokenizer() -> Any:
-    """Make a `CLIPTokenizer` that knows single characters, alone and at the end of a word."""
+    """Make a `CLIPTokenizer` whose vocabulary is single characters, also in their form at word ends."""
     from transformers import CLIPTokenizer
 
     letters = CHARACTERS.lower()
@@ -55,7 +55,7 @@ def list_tiny_pipelines() -> tuple[str, ...]:
 
 
 def build_part(name: str) -> Any:
-    """Build a component of `tiny_pipelines.toml`, with weights drawn from PyTorch's own generator."""
+    """Build a component of `tiny_pipelines.toml`, with weights from PyTorch's global generator."""
     import diffusers
     import transformers
 
@@ -78,9 +78,9 @@ def _read_part(name: str) -> dict[str, Any]:
 
 
 def build_pipeline(name: str, *, seed: int = 0) -> Any:
-    """Build the tiny pipeline of this name in fp32, with weights drawn from the seed.
+    """Build the tiny pipeline of this name in fp32, with random weights from a seed.
 
-    The global random state is left as it was.
+    The global random state is not changed.
     """
     import diffusers
 
@@ -99,7 +99,13 @@ def build_pipeline(name: str, *, seed: int = 0) -> Any:
 
 
 def build_wide(heads: int, layers: int, time_width: int, device: str) -> Any:
-    """Build the tiny CogVideoX with a denoiser of the given size: heads of 64, seeded, on a device."""
+    """Build the tiny CogVideoX with a denoiser of the given size on a device, with fixed random weights.
+
+    Args:
+        heads: attention heads, each of 64 features.
+        layers: number of transformer blocks.
+        time_width: width of the time embedding.
+    """
     from diffusers import CogVideoXTransformer3DModel
 
     pipe = build_pipeline("cogvideox")
@@ -114,7 +120,7 @@ def build_wide(heads: int, layers: int, time_width: int, device: str) -> Any:
 
 
 class Stream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which parameters write the residual stream of some classes; see `tiny_pipelines.toml`."""
+    """Patterns of the parameters that write the residual stream of some classes (`tiny_pipelines.toml`)."""
 
     classes: tuple[str, ...]
     writers: str = ""
@@ -125,16 +131,16 @@ class Stream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def read_streams() -> dict[str, Stream]:
-    """Map the class of each tiny model to the weights that make it overflow when they are scaled."""
+    """Map the class of each tiny model to the weights to scale so that it overflows."""
     rows = read_rows("tiny_pipelines", "stream", Stream)
     return {class_name: row for row in rows for class_name in row.classes}
 
 
 def overflow_(module: torch.nn.Module) -> int:
-    """Scale a module's weights in place so that it overflows in fp16 and nowhere else.
+    """Scale a module's weights in place so that it overflows in fp16, but not in fp32 or bf16.
 
     Returns:
-        The exponent of two that its residual stream was multiplied by; 0 for a gated product.
+        The exponent of the power of two by which its residual stream was multiplied; 0 for a gated product.
     """
     known = read_streams()
     stream = known.get(type(module).__name__)
