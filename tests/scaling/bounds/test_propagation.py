@@ -909,6 +909,33 @@ def test_a_constant_without_values_has_no_bound() -> None:
     assert len(again.ranges) < len(case.bounds.ranges)
 
 
+class Grid(nn.Module):
+    """Positions of rows and columns, as rotary embeddings make them from the size of a call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = torch.arange(x.shape[-1])
+        rows, columns = torch.meshgrid(order, order, indexing="ij")
+        return x * torch.cos(rows.to(x.dtype)) + x * torch.cos(columns.to(x.dtype))
+
+
+def test_a_list_of_large_known_values_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grids of positions above the limit of elements aren't made, and the output still has its bound."""
+    made = []
+
+    def make(center: torch.Tensor, *, batched: bool = False) -> Interval:
+        made.append(center.numel())
+        return make_interval(center, batched=batched)
+
+    monkeypatch.setattr(evaluation, "make_interval", make)
+    bound_module(Grid(), torch.rand(16, 16))
+    assert max(made) == 16 * 16
+    made.clear()
+    monkeypatch.setattr(evaluation, "MOST_ELEMENTS", 100)
+    bounds = bound_module(Grid(), torch.rand(16, 16)).bounds.values
+    assert max(made) <= 100
+    assert bounds["add"] is not None
+
+
 def test_what_is_collapsed_at_once_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smaller of two bounds, by channel and by row, is what it is entry by entry and then collapsed."""
     monkeypatch.setattr(values, "MOST_ENTRIES", 64)

@@ -83,7 +83,10 @@ Rule = Callable[[Node, Mapping[Node, Interval]], Any]
 
 def _choose_rule(node: Node, values: list[Interval]) -> Rule | None:
     value = node.meta.get("val")
-    if isinstance(value, torch.Tensor) and (value.numel() > MOST_ELEMENTS or value.is_complex()):
+    made = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+    if any(x.numel() > MOST_ELEMENTS for x in made):
+        return None
+    if isinstance(value, torch.Tensor) and value.is_complex():
         return None
     if is_kind(node, "cast"):
         return _cast
