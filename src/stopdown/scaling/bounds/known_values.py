@@ -274,11 +274,13 @@ class BoundedOperation:
         known: bounds of the values before it.
         parts: set by a rule whose bound of the result doesn't hold for its partial sums: a bound of
             these, which broadcasts to the result.
+        is_length_read: whether some bound rests on the length of the result's rows.
     """
 
     node: Node
     known: KnownValues
     parts: torch.Tensor | None = None
+    is_length_read: bool = True
 
     def __post_init__(self) -> None:
         self.given: dict[str, Any] = arguments(self.node)

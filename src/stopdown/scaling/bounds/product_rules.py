@@ -72,7 +72,7 @@ def bound_linear(op: BoundedOperation) -> Bound:
     typical = bound.typical * float(rows.euclidean.square().mean().sqrt())
     more = error + _bias(op).reshape(spread)
     peak, op.parts = size + more, parts + more
-    if not _is_worth_its_length(values):
+    if not (op.is_length_read and _is_worth_its_length(values)):
         return op.made(peak, typical)
     longest = _bound_length(op, values, rows, norm, largest_over(error, (last,)))
     return op.made(peak, typical, norm=longest, rows=(last,))

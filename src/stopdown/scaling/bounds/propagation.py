@@ -37,6 +37,7 @@ from stopdown.scaling.bounds.known_values import (
     Rule,
     UnboundedError,
 )
+from stopdown.scaling.bounds.row_lengths import find_read_lengths
 from stopdown.scaling.bounds.row_sums import LOOSE_WEIGHT_FLOOR, WEIGHT_FLOOR
 from stopdown.scaling.bounds.values import Bound, inflate, join, make_bound, uniform, unsized
 from stopdown.scaling.graph.blocks import Blocks
@@ -127,6 +128,7 @@ class Propagation(KnownValues):
         self.placeholders = {n.name: n for n in capture.graph.graph.nodes if n.op == "placeholder"}
         self.aliases = find_aliases(capture.graph.graph)
         self.spent = _find_last_uses(capture.graph.graph)
+        self.lengths = find_read_lengths(capture.graph.graph)
 
     def visit(self, node: Node) -> None:
         if node.op == "placeholder":
@@ -245,7 +247,8 @@ class Propagation(KnownValues):
         return same[key]
 
     def _apply_rule(self, node: Node) -> None:
-        found, op = find_operation(operation(node)), BoundedOperation(node, self)
+        found = find_operation(operation(node))
+        op = BoundedOperation(node, self, is_length_read=node in self.lengths)
         if found is None or not found.bound:
             self._miss(node)
             return
