@@ -17,7 +17,6 @@ from torch import nn
 from models.uncapturable_models import Branching, Leaving
 from stopdown.errors import CaptureError, warn_user
 from stopdown.operations import read_calls
-from stopdown.scaling.graph import capture as graph_capture
 from stopdown.scaling.graph.capture import (
     capture_call,
     find_kept_buffers,
@@ -25,6 +24,7 @@ from stopdown.scaling.graph.capture import (
     module_path,
     note_answers,
 )
+from stopdown.scaling.graph.light_tracing import STACK_TRACES_OFF
 from stopdown.scaling.graph.nodes import operation
 
 
@@ -259,7 +259,7 @@ def test_what_tracing_switches_off_is_as_it_was(module: nn.Module, collects: boo
         assert gc.isenabled() == collects
     finally:
         gc.enable()
-    assert not getattr(torch.fx.config, graph_capture.STACK_TRACES_OFF, False)
+    assert not getattr(torch.fx.config, STACK_TRACES_OFF, False)
     assert not torch.fx._lazy_graph_module._use_lazy_graph_module_flag
 
 
@@ -338,17 +338,6 @@ def test_a_capture_leaves_no_code_behind() -> None:
         nn.Sequential(nn.Linear(4, 4), nn.GELU()), (torch.zeros(1, 4),), dtype=torch.float16
     )
     assert texts == before
-
-
-def test_a_pytorch_without_the_switch_for_stack_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch 2.11.0 has none; the graph is the same."""
-    module, given = nn.Linear(4, 4), (torch.ones(2, 4),)
-    expected = capture_call(module, given, {}, dtype=torch.float16)
-    with monkeypatch.context() as patch:
-        patch.setattr(graph_capture, "STACK_TRACES_OFF", "a_switch_that_is_not_there")
-        found = capture_call(module, given, {}, dtype=torch.float16)
-    assert [str(x) for x in found.graph.graph.nodes] == [str(x) for x in expected.graph.graph.nodes]
-    assert not hasattr(torch.fx.config, "a_switch_that_is_not_there")
 
 
 class Misfit(nn.Module):

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import hashlib
 import io
-import linecache
 import logging
 import sys
 import threading
@@ -33,8 +31,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind
-from torch.fx import GraphModule, Node, graph_module
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx import GraphModule, Node
 from torch.fx._symbolic_trace import _Patcher
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -56,6 +53,7 @@ from stopdown.module_calls.mixed_dtypes import NO_OPERANDS, cast_operands, find_
 from stopdown.numerics import has_values, iterate_tensors
 from stopdown.operations import read_calls
 from stopdown.scaling.graph.captured_regions import inline_regions
+from stopdown.scaling.graph.light_tracing import light_tracing
 from stopdown.scaling.graph.mixed_operands import find_mixed_norms, find_mixed_operands
 from stopdown.scaling.graph.module_copies import copy_module
 from stopdown.scaling.graph.readings import Readings
@@ -547,7 +545,7 @@ class _ShadowCall:
             torch.no_grad(),
             ignoring_warnings(Warning),
             _quiet_logs(),
-            _light_tracing(),
+            light_tracing(),
         ):
             try:
                 program = self._trace(notes)
@@ -884,34 +882,6 @@ def _alone_in_thread() -> Iterator[None]:
     with CALLS_REPLACED, Patches() as patches:
         patches.set_class_attribute(_Patcher, "patch_method", put_here)
         yield
-
-
-@contextlib.contextmanager
-def _light_tracing() -> Iterator[None]:
-    """Trace without results that nobody reads, which take a third of the time (2026-11-21).
-
-    They are a stack trace for each node and Python code for each graph. Garbage collection is off too,
-    as it would visit every node again and again. Code that is still generated is dropped: `torch.fx`
-    caches each text for tracebacks, 0.7 MiB in a repair of a tiny UNet (torch 2.13.0, 2026-11-25).
-    """
-    texts = graph_module._loader.eval_cache
-    known = frozenset(texts)
-    with _use_lazy_graph_module(True), Patches() as patches:
-        if gc.isenabled():
-            patches.defer(gc.enable)
-            gc.disable()
-        if hasattr(torch.fx.config, STACK_TRACES_OFF):
-            patches.set_attribute(torch.fx.config, STACK_TRACES_OFF, True)
-        try:
-            yield
-        finally:
-            for name in texts.keys() - known:
-                texts.pop(name, None)
-                linecache.cache.pop(name, None)
-
-
-STACK_TRACES_OFF = "do_not_emit_stack_traces"
-"""Option of `torch.fx.config` that exists in 2.13.0 but not in 2.11.0."""
 
 
 @contextlib.contextmanager

@@ -1,0 +1,84 @@
+"""Calls are traced without results that nobody reads.
+
+These are a stack trace and tensor metadata for each node, Python code for each graph, and a second search
+for sizes that depend on values. Garbage collection would visit every node again and again. Stack traces,
+code and the collector took a third of the time (2026-11-21).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import linecache
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.export import _trace, exported_program
+from torch.fx import GraphModule, graph_module
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental import proxy_tensor
+
+from stopdown.interception.patches import Patches
+
+STACK_TRACES_OFF = "do_not_emit_stack_traces"
+"""Option of `torch.fx.config` that exists in 2.13.0 but not in 2.11.0."""
+
+
+@contextlib.contextmanager
+def light_tracing() -> Iterator[None]:
+    """Trace without results that nobody reads while the context is open.
+
+    Code that is still generated is dropped: `torch.fx` caches each text for tracebacks, 0.7 MiB in a repair
+    of a tiny UNet (torch 2.13.0, 2026-11-25). Functions that a version of PyTorch doesn't have aren't
+    replaced.
+    """
+    texts = graph_module._loader.eval_cache
+    known = frozenset(texts)
+    with _use_lazy_graph_module(True), Patches() as patches:
+        if gc.isenabled():
+            patches.defer(gc.enable)
+            gc.disable()
+        if hasattr(torch.fx.config, STACK_TRACES_OFF):
+            patches.set_attribute(torch.fx.config, STACK_TRACES_OFF, True)
+        for owner, name, lighter in LIGHTER:
+            if (plain := getattr(owner, name, None)) is not None:
+                patches.set_attribute(owner, name, _choose_here(lighter, plain))
+        try:
+            yield
+        finally:
+            for name in texts.keys() - known:
+                texts.pop(name, None)
+                linecache.cache.pop(name, None)
+
+
+def _choose_here(lighter: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is the lighter one in this thread, and the plain one in all others."""
+    own = threading.get_ident()
+
+    def choose(*given: Any) -> Any:
+        return (lighter if threading.get_ident() == own else plain)(*given)
+
+    return choose
+
+
+def _extract_nothing(*_: Any) -> None:
+    """Leave out the metadata of a tensor, which a node's value has as well."""
+
+
+_bind: Any = getattr(_trace, "_replace_unbacked_bindings", None)
+
+
+def _bind_if_any(graph: GraphModule) -> None:
+    """Bind sizes that depend on values where a node has some."""
+    if any("unbacked_bindings" in node.meta for node in graph.graph.nodes):
+        _bind(graph)
+
+
+LIGHTER = (
+    (proxy_tensor, "_extract_tensor_metadata", _extract_nothing),
+    (exported_program, "_create_graph_module_for_export", _make_graph_module),
+    (_trace, "_replace_unbacked_bindings", _bind_if_any),
+)
+"""Functions of PyTorch, by module and name, and what replaces each while a call is traced."""
