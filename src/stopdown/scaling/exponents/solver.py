@@ -24,7 +24,7 @@ from stopdown.component_call_names import list_outermost
 from stopdown.errors import ScalingError
 from stopdown.number_formats import find_format
 from stopdown.scaling.exponents.linear_system import ZERO
-from stopdown.scaling.exponents.problem import Limit, Problem
+from stopdown.scaling.exponents.problem import Problem
 from stopdown.scaling.graph.range_measurement import log2_of
 
 FREE_BITS = 4.0
@@ -169,8 +169,7 @@ def _state_program(
     for row in problem.system.equations:
         program.demand({root: float(factor) for root, factor in row.items()}, low=0, high=0)
     lifts = _add_fp32_modules(program, problem) if fp32_modules else {}
-    for limit in problem.limits:
-        _add_limit(program, problem, limit, hard_top_bits, lifts)
+    _add_limits(program, problem, hard_top_bits, lifts)
     for unknown, floor, within in problem.floors:
         lifted = {lifts[path]: 4.0 * WIDEST for path in within if path in lifts}
         program.demand({problem.system.find(unknown): 1.0}, low=math.ceil(floor), extra=lifted)
@@ -290,25 +289,33 @@ def _add_fp32_modules(program: _Program, problem: Problem) -> dict[str, int]:
     }
 
 
-def _add_limit(
-    program: _Program,
-    problem: Problem,
-    limit: Limit,
-    hard_top_bits: float,
-    lifts: Mapping[str, int],
+def _add_limits(
+    program: _Program, problem: Problem, hard_top_bits: float, lifts: Mapping[str, int]
 ) -> None:
-    """Add the constraint that `log2(amax) + exponent` stays below the dtype's maximum and headroom."""
-    if limit.range.amax == 0:
-        return
-    root = problem.system.find(limit.unknown)
-    spare = hard_top_bits if _is_half(limit.dtype) else 0.0
-    top = math.log2(_largest(limit.dtype)) - spare - log2_of(limit.range.amax)
-    lifted = {lifts[path]: -4.0 * WIDEST for path in limit.interiors if path in lifts}
-    if root != ZERO or top < 0:
-        high = math.floor(top) if math.isfinite(top) else top
-        program.demand({root: 1.0}, high=high, extra=lifted)
-    if root != ZERO and not _is_half(limit.dtype):
-        rms = limit.range.rms or limit.range.amax  # squares of tiny values are 0
+    """Add the constraints that `log2(amax) + exponent` stays below each dtype's maximum and headroom.
+
+    Values share a row if they share an exponent, a dtype and the modules whose move to fp32 lifts the
+    constraint. The largest of them decides; of values that aren't in 16 bits the smallest must not vanish.
+    """
+    largest: dict[tuple[int, torch.dtype, tuple[str, ...]], float] = {}
+    least: dict[int, float] = {}
+    for limit in problem.limits:
+        if limit.range.amax == 0:
+            continue
+        root = problem.system.find(limit.unknown)
+        key = root, limit.dtype, limit.interiors if lifts else ()
+        largest[key] = max(largest.get(key, 0.0), limit.range.amax)
+        if root != ZERO and not _is_half(limit.dtype):
+            rms = limit.range.rms or limit.range.amax  # squares of tiny values are 0
+            least[root] = min(least.get(root, math.inf), rms)
+    for (root, dtype, interiors), amax in largest.items():
+        spare = hard_top_bits if _is_half(dtype) else 0.0
+        top = math.log2(_largest(dtype)) - spare - log2_of(amax)
+        lifted = {lifts[path]: -4.0 * WIDEST for path in interiors if path in lifts}
+        if root != ZERO or top < 0:
+            high = math.floor(top) if math.isfinite(top) else top
+            program.demand({root: 1.0}, high=high, extra=lifted)
+    for root, rms in least.items():
         program.demand({root: 1.0}, low=math.ceil(-100 - min(log2_of(rms), 0.0)))
 
 
