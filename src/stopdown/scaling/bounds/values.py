@@ -158,12 +158,20 @@ def _take_smaller(first: torch.Tensor, other: torch.Tensor, shape: Shape) -> tor
 
     Along a dimension where one of the two does not vary, the largest minimum is the minimum of the largest.
     """
-    while math.prod(sizes := torch.broadcast_shapes(first.shape, other.shape)) > MOST_ENTRIES:
+    while math.prod(sizes := _broadcast_sizes(first.shape, other.shape)) > MOST_ENTRIES:
         dim = _choose_collapsed(sizes, len(shape) - 1)
         if first.shape[dim] > 1 and other.shape[dim] > 1:
             break
         first, other = (x.amax(dim, keepdim=True) for x in (first, other))
     return collapse(torch.minimum(first, other), shape)
+
+
+def _broadcast_sizes(first: Sequence[int], other: Sequence[int]) -> list[int]:
+    """Return the sizes to which two tensors of one rank broadcast.
+
+    `torch.broadcast_shapes` takes a twelfth of the time of all bounds (torch 2.13.0, 2026-11-29).
+    """
+    return [b if a == 1 else a for a, b in zip(first, other, strict=True)]
 
 
 def sum_squares(squares: torch.Tensor, shape: Shape, dims: Iterable[int]) -> torch.Tensor:
