@@ -41,6 +41,7 @@ CORE = (
     "fold_names.py",
     "mapped_weights.py",
     "operations.py",
+    "weight_checks.py",
 )
 """Where the lines of the core are: `scaling`, and what lay in it before it became a level below."""
 

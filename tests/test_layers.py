@@ -19,14 +19,14 @@ PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
 
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "record_display"),
-    ("number_formats", "out_of_memory", "public_names", "scaling_records"),
-    ("files",),
+    ("number_formats", "out_of_memory", "public_names"),
+    ("files", "scaling_records"),
     ("argument_types", "component_call_names", "operations", "records"),
     ("devices",),
     ("interception",),
     ("fold_names", "numerics"),  # they name places of tensors, and leave autocast
     ("fake_tensors", "frames", "mapped_weights"),
-    ("diagnosis",),
+    ("diagnosis", "weight_checks"),
     ("module_calls",),  # a call of a module as a value, and what is put around it
     ("scaling",),  # the core, with levels of its own
     ("component_calls",),

@@ -34,7 +34,7 @@ GROUND = (
         "fold_names",
     ),
     *("interception", "mapped_weights", "module_calls", "number_formats", "numerics", "operations"),
-    *("out_of_memory", "public_names", "record_display", "scaling_records"),
+    *("out_of_memory", "public_names", "record_display", "scaling_records", "weight_checks"),
 )
 """Modules below the core that the rest of the package shares: errors, names, formats, hooks, calls."""
 

@@ -13,6 +13,12 @@ from stopdown.errors import OptionError
 _MOST = 60
 """Characters of a value that are shown."""
 
+RANGES = ("measured", "bound", "auto")
+"""What the exponents of a component can rest on."""
+
+RESIDUALS = ("native", "fp32")
+"""What a residual stream can be kept in: as the model has it, or in fp32."""
+
 
 def check_type(
     place: str, value: object, kinds: type | tuple[type, ...], expected: str, remedy: str
@@ -57,3 +63,25 @@ def check_function(place: str, value: Any, example: str, arguments: int = 0) -> 
             f"{place} was given a function that cannot be called with {count}: {error}.",
             remedy=f"Use {example}.",
         ) from None
+
+
+def check_ranges(ranges: str | None) -> str:
+    """Return a valid mode of ranges, `measured`, `bound` or `auto`; None means `measured`."""
+    if ranges is None or ranges in RANGES:
+        return ranges or "measured"
+    raise OptionError(
+        f"The mode of ranges {ranges!r} is unknown.",
+        expected=f"Known values are {', '.join(RANGES)}.",
+        remedy='Use ranges="auto", or leave it out.',
+    )
+
+
+def check_residual(residual: str | None) -> str:
+    """Return a valid precision of the residual stream, `native` or `fp32`; None means `native`."""
+    if residual is None or residual in RESIDUALS:
+        return residual or "native"
+    raise OptionError(
+        f"The precision {residual!r} of the residual stream is unknown.",
+        expected=f"Known values are {', '.join(RESIDUALS)}.",
+        remedy='Use residual="fp32", or leave it out.',
+    )

@@ -44,6 +44,12 @@ HIDDEN_FROM = -1e9
 HIDDEN_IN_FP16 = -NEAR_FP16_END
 """What hides scores in fp16. Its lowest number, -65504, is -Inf with a score below -16 added to it."""
 
+LARGEST_ERROR = 0.05
+"""Relative 2-norm error against fp32 that is not believed where bf16 does not run."""
+
+ROUNDED_ONCE = 2.0**-11
+"""The same that is believed whatever bf16 makes: rounding to fp16 changes a value by as much."""
+
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor in nested tuples, lists, mappings and objects with attributes or slots."""
@@ -301,3 +307,31 @@ def relative_l2(value: torch.Tensor, reference: torch.Tensor) -> float:
     """Return the 2-norm of the difference over that of the reference, in fp64; NaN propagates."""
     difference = value.double() - reference.double()
     return float(difference.norm() / reference.double().norm())
+
+
+def measure_error(output: Any, reference: Any) -> float:
+    """Return the relative 2-norm of the difference, of the worst tensor; 0.0 if all are zero.
+
+    Values that are not finite in the reference are left out.
+    """
+    errors = [0.0]
+    for low, right in zip(iterate_tensors(output), iterate_tensors(reference), strict=True):
+        if right.is_floating_point() and not bool((finite := right.isfinite()).all()):
+            low, right = low.where(finite, 0.0), right.where(finite, 0.0)
+        if right.is_floating_point() and not torch.equal(low.to(right.dtype), right):
+            error = relative_l2(low.cpu(), right.cpu())  # some devices have no fp64
+            errors.append(error if math.isfinite(error) else math.inf)
+    return max(errors)
+
+
+def describe_excess(error: float, bf16_error: float | None) -> str:
+    """Return how far a result is off, in words, if that is more than is believed; else "".
+
+    Args:
+        error: relative 2-norm against fp32.
+        bf16_error: that of the same call in bf16; None where that does not run.
+    """
+    if error <= (LARGEST_ERROR if bf16_error is None else max(ROUNDED_ONCE, bf16_error)):
+        return ""
+    beside = "bf16 does not run" if bf16_error is None else f"bf16's by {bf16_error:.2g}"
+    return f"it is {error:.2g} off ({beside})"

@@ -17,8 +17,8 @@ from models.pipeline_calls import call_pipeline
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.component_calls.components import find_components
 from stopdown.frames.media import read_image
+from stopdown.memory.weight_stores import WAITING
 from stopdown.records import RunRecord
-from stopdown.scaling.watch.call_watch import WAITING
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("known_speed")]
 

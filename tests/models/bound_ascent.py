@@ -18,7 +18,8 @@ from torch.fx import Node
 
 from models.rescaling_models import make_example, scale_weights
 from stopdown.fold_names import name_parameters
-from stopdown.scaling.bounds.input_limits import name_inputs, state_limits
+from stopdown.module_calls.call_inputs import name_inputs
+from stopdown.scaling.bounds.input_limits import state_limits
 from stopdown.scaling.bounds.known_values import Bounds, InputLimits
 from stopdown.scaling.bounds.propagation import bound_call
 from stopdown.scaling.exponents.problem import split_values

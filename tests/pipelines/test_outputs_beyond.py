@@ -19,10 +19,9 @@ from models.pipeline_calls import quiet
 from stopdown import testing
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.call import bring_back
-from stopdown.numerics import iterate_tensors
+from stopdown.numerics import ROUNDED_ONCE, iterate_tensors, measure_error
 from stopdown.runtime.guard import guard
 from stopdown.runtime.scripts import ScriptGuard
-from stopdown.scaling.trials.trial import ROUNDED_ONCE, measure_error
 
 ENDS: dict[str, Callable[[torch.Tensor], Any]] = {
     "a tensor": lambda y: y,

@@ -20,6 +20,7 @@ from stopdown.app.commands import app
 from stopdown.devices.device_choice import choose_device
 from stopdown.errors import OptionError, SourceError
 from stopdown.fold_names import name_parameters
+from stopdown.module_calls.call_inputs import is_encoded
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.plans import certified as certified_module
@@ -36,7 +37,6 @@ from stopdown.plans.certified import (
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import leave_components
 from stopdown.records import ComponentPlan, Plan, Scaling
-from stopdown.scaling.bounds.input_limits import is_encoded
 from stopdown.scaling.graph import (
     capture,
 )

@@ -75,3 +75,11 @@ class ModulePaths:
             len(self.stack) > 1 and threading.get_ident() == self._thread
         ):  # a hook in front of ours may have raised
             self._on_leave(self.stack.pop(), output)
+
+
+def casts_weights(module: torch.nn.Module) -> bool:
+    """Return whether weights are cast to their input's dtype at each call, as ComfyUI's operations do.
+
+    Such a module computes in the dtype of its arguments, so its weights stay as they are stored.
+    """
+    return any(getattr(part, "comfy_cast_weights", False) for part in list_modules(module))

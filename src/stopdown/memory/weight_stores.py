@@ -31,7 +31,9 @@ from stopdown.mapped_weights import (
 )
 from stopdown.memory.strategies import Placement
 from stopdown.scaling import ComponentCall, StoredWeight
-from stopdown.scaling.watch.call_watch import WAITING
+
+WAITING = "stopdown_weights_wait"
+"""Attribute of a module whose weights wait elsewhere between calls."""
 
 
 class WeightGroup(SameInCopies):

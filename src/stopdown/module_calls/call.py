@@ -20,6 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from stopdown.errors import OptionError, take_one_line
 from stopdown.interception.arguments import Change, Keeps, put_back, replace_tensors
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.randomness import Restore, save_random
@@ -33,6 +34,7 @@ from stopdown.numerics import (
     is_readable,
     iterate_tensors,
 )
+from stopdown.out_of_memory import is_out_of_memory
 
 PlainCall = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """A call without its component: function, positional and keyword arguments."""
@@ -424,3 +426,18 @@ def find_float_dtype(
 
     map_tensors(arguments, note, keeps=keeps)
     return next(iter(found), None)
+
+
+def explain_call(function: str, call: Callable[[], Any], error: Exception) -> None:
+    """Say so if a call that was given as an example fails as it is, before anything is changed."""
+    try:
+        with torch.no_grad():
+            call()
+    except Exception as own:
+        if not is_out_of_memory(own):
+            raise OptionError(
+                f"The call that was given to {function} fails as it is: {type(own).__name__}: "
+                f"{take_one_line(own, 200)}.",
+                expected="Exponents are found for calls that run, in the dtype of the weights.",
+                remedy="Give the arguments that the module runs with now.",
+            ) from error

@@ -43,6 +43,7 @@ from stopdown.errors import PlanError, ScalingError, warn_user
 from stopdown.fold_names import name_parameters
 from stopdown.interception.accumulation import accumulating
 from stopdown.interception.component_locks import find_lock
+from stopdown.interception.module_paths import casts_weights
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.mapped_weights import put_
 from stopdown.memory.offloader import Offloader
@@ -68,12 +69,14 @@ from stopdown.scaling import (
     put_cast,
 )
 from stopdown.scaling.folding.adapters import RESCALED
-from stopdown.scaling.folding.folds import PLANNED, find_folded_parts, widen_
-from stopdown.scaling.folding.weight_checks import find_quantised
-from stopdown.scaling.graph.capture import casts_weights
+from stopdown.scaling.folding.folds import find_folded_parts, widen_
 from stopdown.scaling.watch.call_watch import CopyHook, WatchOptions, find_watch, watch_calls
 from stopdown.sources.source import Source
 from stopdown.sources.sources import fingerprint
+from stopdown.weight_checks import find_quantised
+
+PLANNED = "stopdown_planned"
+"""Attribute of a module while a plan or a repair is on it, also one without exponents."""
 
 _REMEDY = "Load the checkpoint in fp32 without adapters, or make a plan: stopdown plan SOURCE."
 

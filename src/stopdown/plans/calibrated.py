@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from stopdown.argument_types import check_ranges, check_residual
 from stopdown.component_calls.components import (
     explain_run,
     find_component,
@@ -63,14 +64,12 @@ from stopdown.plans.precision import ComponentFacts, choose_precision
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling import ComponentCall, cast_, read_headroom
-from stopdown.scaling.certificate import check_ranges
-from stopdown.scaling.folding.folds import describe_trial
-from stopdown.scaling.folding.weight_checks import find_quantised
-from stopdown.scaling.rescale import check_residual
+from stopdown.scaling_records import describe_trial
 from stopdown.sources.hub import Progress
 from stopdown.sources.source import Source
 from stopdown.sources.source_checks import verify_source
 from stopdown.sources.sources import fingerprint, read_stored_dtypes, resolve_source
+from stopdown.weight_checks import find_quantised
 
 STEPS = 4
 """Denoising steps of a measured run, where a request names none."""

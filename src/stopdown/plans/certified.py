@@ -29,6 +29,7 @@ from safetensors import safe_open
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from stopdown.argument_types import check_residual
 from stopdown.component_calls.components import (
     explain_run,
     find_component,
@@ -40,6 +41,7 @@ from stopdown.devices.device_memory import free_memory
 from stopdown.errors import CaptureError, ScalingError, SourceError
 from stopdown.fold_names import name_parameters
 from stopdown.module_calls.call import PlainCall
+from stopdown.module_calls.call_inputs import is_encoded, read_names, read_sizes
 from stopdown.module_calls.call_interception import bared
 from stopdown.module_calls.module_code import list_foreign_code
 from stopdown.number_formats import FORMATS
@@ -60,6 +62,7 @@ from stopdown.pipelines.skeletons import (
     copy_to_host,
     list_tables,
 )
+from stopdown.plans.applier import PLANNED
 from stopdown.plans.calibrated import describe_scaling, fall_back, seal_made
 from stopdown.plans.call_recorder import record_first_calls
 from stopdown.plans.certifier import Certifier, choose_others
@@ -79,13 +82,10 @@ from stopdown.plans.precision import (
 from stopdown.plans.weight_fingerprints import join_samples, sample_weights, take_samples
 from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling, Trial
 from stopdown.scaling import Capture, ComponentCall
-from stopdown.scaling.bounds.input_limits import HIDDEN_STATES, is_encoded, read_names, read_sizes
+from stopdown.scaling.bounds.input_limits import HIDDEN_STATES
 from stopdown.scaling.bounds.known_values import Load, bring_home
 from stopdown.scaling.exponents.problem import Statements
-from stopdown.scaling.folding.folds import PLANNED
-from stopdown.scaling.folding.weight_checks import find_quantised
 from stopdown.scaling.graph.capture import sign_capture
-from stopdown.scaling.rescale import check_residual
 from stopdown.scaling.trials.measurement import Captures
 from stopdown.scaling.trials.search import find_scaling, plan_stream, scale_unmeasured
 from stopdown.sources.descriptions import read_description
@@ -94,6 +94,7 @@ from stopdown.sources.hub import Progress
 from stopdown.sources.source import Source, list_weight_files, narrow_source
 from stopdown.sources.source_checks import verify_source
 from stopdown.sources.sources import fingerprint, read_stored_dtypes, resolve_source
+from stopdown.weight_checks import find_quantised
 
 _UNTRIED = Trial(note="Computed from the weights alone; the model was not run.")
 

@@ -19,6 +19,7 @@ from stopdown.component_calls.components import find_callees, find_components
 from stopdown.errors import SourceError, take_first_line
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.call_inputs import find_largest_step
 from stopdown.module_calls.call_interception import drop_upcast
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.allowed_sizes import find_grid, find_own_sides, read_pipe_configs
@@ -33,7 +34,6 @@ from stopdown.pipelines.requests import Request, find_frames, find_pipeline_argu
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.plans.call_recorder import MOST_FRAMES
 from stopdown.scaling import ComponentCall, put_cast
-from stopdown.scaling.bounds.input_limits import find_largest_step
 from stopdown.sources.source import Source
 
 SMALL = {"height": 256, "width": 256, "frames": 9}

@@ -44,7 +44,7 @@ from stopdown.plans.precision import (
     resolve_request,
 )
 from stopdown.records import ComponentPlan, Plan
-from stopdown.scaling.certificate import describe_count
+from stopdown.scaling_records import describe_count
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.hub import Progress
 from stopdown.sources.source import Source

@@ -27,9 +27,10 @@ from stopdown.devices.environment import count_processes
 from stopdown.errors import NonFiniteError, ScalingError, StopdownError, take_first_line
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.randomness import find_random
+from stopdown.memory.weight_stores import WAITING
 from stopdown.module_calls.kept_state import describe_kept
 from stopdown.module_calls.step_caches import clear_caches
-from stopdown.numerics import iterate_tensors
+from stopdown.numerics import describe_excess, iterate_tensors, measure_error
 from stopdown.records import ComponentPlan, Repair
 from stopdown.runtime.call_check import CallCheck, list_readable
 from stopdown.runtime.culprit import Culprit, find_culprit, find_origins
@@ -46,9 +47,8 @@ from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
 from stopdown.runtime.repairs import WholeInFp32Error, cast_component, computes_bf16
 from stopdown.runtime.run_check import FaultOrigin
 from stopdown.runtime.session import Session
-from stopdown.scaling.certificate import describe_least
-from stopdown.scaling.trials.trial import describe_excess, measure_error
-from stopdown.scaling.watch.call_watch import WAITING, ReplacedError, holds_for
+from stopdown.scaling.watch.call_watch import ReplacedError, holds_for
+from stopdown.scaling_records import describe_least
 
 LARGE = 10**8
 """Parameters from which on looking for a repair takes long enough to be announced."""

@@ -34,6 +34,7 @@ from stopdown.errors import (
     take_first_line,
 )
 from stopdown.interception.patches import SameInCopies
+from stopdown.module_calls.call_inputs import Size
 from stopdown.plans.applier import AppliedPlan, apply_plan, find_applied, join_plans
 from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.plan_files import seal_plan, take_plan
@@ -47,7 +48,6 @@ from stopdown.runtime.run_check import RunCheck
 from stopdown.runtime.session import Announce, GuardOptions, Observer, Session
 from stopdown.runtime.watch import Watch
 from stopdown.scaling import ComponentCall
-from stopdown.scaling.bounds.input_limits import Size
 
 LEFT_ON: weakref.WeakSet[Guard] = weakref.WeakSet()
 """Guards that were put on and not removed."""

@@ -12,9 +12,11 @@ import torch
 
 from stopdown.interception.autocast import read_autocast
 from stopdown.interception.component_locks import find_lock
+from stopdown.interception.module_paths import casts_weights
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import Restore
 from stopdown.module_calls.call import HeldContainers, find_float_dtype
+from stopdown.module_calls.call_inputs import fits, name_inputs, read_sizes, show_sizes
 from stopdown.module_calls.callee import Callee
 from stopdown.module_calls.kept_state import KeptState
 from stopdown.number_formats import name_dtype
@@ -24,8 +26,6 @@ from stopdown.runtime.activation_maxima import find_compiled, is_compiled
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.repairs import Component
 from stopdown.scaling import ComponentCall
-from stopdown.scaling.bounds.input_limits import fits, name_inputs, read_sizes, show_sizes
-from stopdown.scaling.graph.capture import casts_weights
 
 _SAMPLES = 64
 """Values that are kept of a tensor whose writes PyTorch does not count."""

@@ -20,9 +20,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from stopdown.numerics import relative_l2
+from stopdown.numerics import LARGEST_ERROR, ROUNDED_ONCE, relative_l2
 from stopdown.runtime.call_check import list_readable
-from stopdown.scaling.trials.trial import LARGEST_ERROR, ROUNDED_ONCE
 
 MEANT = frozenset({"mask", "written", "undefined"})
 """Kinds of origins (`culprit.find_origins`) that a model means."""

@@ -11,11 +11,11 @@ from typing import Any
 from stopdown.argument_types import check_function
 from stopdown.component_calls.components import find_components, runs_by_call
 from stopdown.errors import OptionError, warn_user
+from stopdown.module_calls.call import explain_call
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.certified import Scope, certify_plan, certify_program
 from stopdown.records import Plan
 from stopdown.runtime.guard import Guard, guard
-from stopdown.scaling.rescale import explain_call
 from stopdown.sources.hub import Progress
 from stopdown.sources.source import Source
 

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from stopdown.errors import OptionError
 from stopdown.fold_names import name_parameters, split_fold_name
 from stopdown.mapped_weights import find_stored
 from stopdown.module_calls.mixed_dtypes import merge_operands
@@ -41,24 +40,10 @@ from stopdown.scaling.exponents.solver import CALIBRATED_BITS, Solution
 from stopdown.scaling.graph.capture import Capture
 from stopdown.scaling.graph.nodes import is_float
 from stopdown.scaling.graph.range_measurement import Range, Ranges, log2_of
-from stopdown.scaling_records import Operands, Scaling
-
-RANGES = ("measured", "bound", "auto")
-"""Modes of ranges on which the exponents of a component can rest."""
+from stopdown.scaling_records import Operands, Scaling, describe_count, describe_least
 
 PEAK = 8.0
 """Estimated ratio of the largest magnitude of an unmeasured value to its typical size."""
-
-
-def check_ranges(ranges: str | None) -> str:
-    """Return a valid mode of ranges, `measured`, `bound` or `auto`; None means `measured`."""
-    if ranges is None or ranges in RANGES:
-        return ranges or "measured"
-    raise OptionError(
-        f"The mode of ranges {ranges!r} is unknown.",
-        expected=f"Known values are {', '.join(RANGES)}.",
-        remedy='Use ranges="auto", or leave it out.',
-    )
 
 
 @dataclass(frozen=True)
@@ -252,11 +237,6 @@ def describe_measured(scaling: Scaling) -> str:
     return f"{_MEASURED} and have {describe_least(scaling.measured_bits)}"
 
 
-def describe_least(bits: float) -> str:
-    """Describe headroom, rounded down: `at least 1.3 bits of headroom`."""
-    return f"at least {math.floor(10 * bits) / 10:g} bits of headroom"
-
-
 _GUESSED = "the rest are estimated, and watched at run time"
 
 
@@ -281,11 +261,6 @@ def describe_share(values: int, bounded: int, rest: str = _MEASURED, limits: str
         return "No value is in fp16."
     said = f"{describe_count(values, bounded)} certified{limits}"
     return f"{said}." if bounded == values else f"{said}; {rest}."
-
-
-def describe_count(values: int, bounded: int) -> str:
-    """Describe a share of the fp16 values, rounded down: `97.6 % of 423 fp16 values`."""
-    return f"{math.floor(1000 * bounded / values) / 10:g} % of {values} fp16 values"
 
 
 Of = TypeVar("Of", int, tuple[int, int])

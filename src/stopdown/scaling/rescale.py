@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from stopdown.argument_types import check_type
-from stopdown.errors import OptionError, take_one_line, warn_user
+from stopdown.argument_types import check_ranges, check_residual, check_type
+from stopdown.errors import OptionError, warn_user
 from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.autocast import read_autocast, watched_autocast, without_autocast
 from stopdown.interception.patches import Patches
-from stopdown.module_calls.call import PlainCall
+from stopdown.module_calls.call import PlainCall, explain_call
 from stopdown.module_calls.kept_state import KeptState
 from stopdown.number_formats import list_some
-from stopdown.out_of_memory import is_out_of_memory
-from stopdown.scaling.certificate import check_ranges
 from stopdown.scaling.folding.folds import (
     Rescaling,
     cast_,
@@ -27,13 +25,10 @@ from stopdown.scaling.folding.folds import (
     list_rounded,
     require_module,
 )
-from stopdown.scaling.folding.weight_checks import check_weights, refuse_quantised
 from stopdown.scaling.trials.search import scale_calls
 from stopdown.scaling.watch.call_watch import WatchOptions, watch_calls
 from stopdown.scaling_records import Scaling
-
-RESIDUALS = ("native", "fp32")
-"""Precisions of the residual stream: the model's own, or fp32."""
+from stopdown.weight_checks import check_weights, refuse_quantised
 
 
 def rescale_(
@@ -160,32 +155,6 @@ def _list_calls(module: torch.nn.Module, args: Any, kwargs: Any, calls: Any) -> 
     return [*own, *calls]
 
 
-def explain_call(function: str, call: Callable[[], Any], error: Exception) -> None:
-    """Raise an error if an example call fails by itself, before anything is changed."""
-    try:
-        with torch.no_grad():
-            call()
-    except Exception as own:
-        if not is_out_of_memory(own):
-            raise OptionError(
-                f"The call that was given to {function} fails as it is: {type(own).__name__}: "
-                f"{take_one_line(own, 200)}.",
-                expected="Exponents are found for calls that run, in the dtype of the weights.",
-                remedy="Give the arguments that the module runs with now.",
-            ) from error
-
-
 def _narrow(value: torch.Tensor) -> torch.Tensor:
     """Cast an fp32 argument to fp16 as autocast would for a product; vectors, such as times, stay fp32."""
     return value.half() if value.dtype == torch.float32 and value.dim() > 1 else value
-
-
-def check_residual(residual: str | None) -> str:
-    """Return a valid precision of the residual stream, `native` or `fp32`; None means `native`."""
-    if residual is None or residual in RESIDUALS:
-        return residual or "native"
-    raise OptionError(
-        f"The precision {residual!r} of the residual stream is unknown.",
-        expected=f"Known values are {', '.join(RESIDUALS)}.",
-        remedy='Use residual="fp32", or leave it out.',
-    )

@@ -13,12 +13,13 @@ from models.pipeline_calls import call_pipeline, make_pipeline
 from models.snapshots import assert_untouched
 from stopdown import guard, make_plan, rescale_
 from stopdown.errors import StopdownWarning
+from stopdown.module_calls.call_inputs import fits
 from stopdown.numerics import relative_l2
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.plan_files import read_class_versions
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
-from stopdown.scaling.bounds.input_limits import EMBEDDINGS, LATENTS, fits, list_timesteps
+from stopdown.scaling.bounds.input_limits import EMBEDDINGS, LATENTS, list_timesteps
 from stopdown.scaling.trials import search
 
 

@@ -23,6 +23,7 @@ from stopdown.errors import NonFiniteError, ScalingError
 from stopdown.interception.component_locks import ComponentLock
 from stopdown.memory.offloader import predict_run
 from stopdown.numerics import iterate_tensors, relative_l2
+from stopdown.memory.weight_stores import WAITING
 from stopdown.plans.applier import AppliedPlan, apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.weight_fingerprints import sample_weights
@@ -33,7 +34,7 @@ from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.rescale import rescale_
 from stopdown.scaling.watch import known_calls
 from stopdown.scaling.watch.call_exponents import CallEnds
-from stopdown.scaling.watch.call_watch import WAITING, CallWatch
+from stopdown.scaling.watch.call_watch import CallWatch
 from stopdown.scaling.watch.known_calls import KnownCalls
 from stopdown.testing import make_pipeline
 

@@ -12,21 +12,29 @@ names that Diffusers and Transformers use.
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from stopdown.numerics import has_values, measure_amax
+from stopdown.module_calls.call_inputs import (
+    FIXED_NAMES,
+    FREE_NAMES,
+    UNIT_NAMES,
+    Size,
+    fits,
+    is_encoded,
+    is_timestep,
+    name_inputs,
+    read_names,
+    read_sizes,
+    show_sizes,
+)
+from stopdown.numerics import has_values
 from stopdown.scaling.bounds.known_values import InputLimits, Timesteps
 from stopdown.scaling.graph.capture import Capture
-
-Size = tuple[int, ...]
-"""Shape of an argument without its batch: `(226, 4096)` for 226 tokens."""
 
 LATENTS = 64.0
 """Limit of the elements of latents, noise and pictures: unit noise stays under 6, and the latents of
@@ -43,12 +51,6 @@ TIMESTEPS = 1000
 
 CELLS = 2000
 """Number of cells into which the range of non-integer timesteps is divided."""
-
-_STEPS = ("timestep", "t")
-_UNIT = ("rotary", "freqs", "mask")
-_FIXED = ("time_ids", "img_ids", "txt_ids", "size", "coords")
-_FREE = ("guidance", "scale")
-_ENCODED = ("encoder", "embed", "pooled", "cap_feats", "prompt", "context", "text")
 
 
 def state_limits(
@@ -76,9 +78,9 @@ def state_limits(
     fixed: dict[str, torch.Tensor] = {}
     named = name_inputs(args, kwargs, names)
     for placeholder, (name, tensor) in zip(capture.inputs, named, strict=True):
-        if any(word in name for word in _FIXED) and has_values(tensor):
+        if any(word in name for word in FIXED_NAMES) and has_values(tensor):
             fixed[placeholder] = tensor
-        elif _is_timestep(name, tensor):
+        elif is_timestep(name, tensor):
             steps[placeholder] = list_timesteps(tensor)
         elif tensor.is_floating_point() or "mask" in name:
             found[placeholder] = max(state_limit(name, encoded), 2 * seen.get(placeholder, 0.0))
@@ -96,39 +98,6 @@ def list_timesteps(tensor: torch.Tensor) -> Timesteps:
     largest = float(tensor.abs().max()) if has_values(tensor) else 0.0
     last = 1.0 if 0 < largest <= 1 else float(TIMESTEPS)
     return Timesteps(torch.linspace(0, last, CELLS + 1).double(), last / CELLS / 2)
-
-
-def read_names(module: torch.nn.Module, method: str) -> tuple[str, ...]:
-    """Return the argument names of a module's method, without `self`, in order; "" means `forward`."""
-    called = getattr(type(module), method or "forward")
-    return tuple(inspect.signature(called).parameters)[1:]
-
-
-def name_inputs(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
-) -> list[tuple[str, torch.Tensor]]:
-    """Return each tensor of a call with its argument's name, in the order of `flatten_call`."""
-    return [(name, tensor) for name, tensor, _ in _list_inputs(args, kwargs, names)]
-
-
-def _list_inputs(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
-) -> list[tuple[str, torch.Tensor, bool]]:
-    """Return each tensor of a call with its argument's name, and whether it is an item of a list."""
-    leaves, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
-    return [
-        (_name(path, names), leaf, len(path) > 2 and isinstance(path[-1], pytree.SequenceKey))
-        for path, leaf in leaves
-        if isinstance(leaf, torch.Tensor)
-    ]
-
-
-def _name(path: Any, names: Sequence[str]) -> str:
-    keys = [str(key.key) for key in path if isinstance(key, pytree.MappingKey)]
-    if keys:
-        return keys[-1]
-    place = path[1].idx
-    return names[place] if place < len(names) else ""
 
 
 @dataclass(frozen=True)
@@ -209,24 +178,6 @@ def list_limits(stated: Sequence[InputStatement]) -> dict[str, float]:
     return found
 
 
-def read_sizes(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
-) -> list[tuple[str, Size]]:
-    """Return the length, or height and width, of each argument: its shape without the batch.
-
-    A matrix in a list is one item of the batch, so its whole shape counts. Timesteps and size
-    conditions have no length. Rotary tables and masks are left out, as their lengths follow from other
-    arguments.
-    """
-    return [
-        (name, tuple(map(int, tensor.shape if listed and tensor.dim() == 2 else tensor.shape[1:])))
-        for name, tensor, listed in _list_inputs(args, kwargs, names)
-        if tensor.dim() > 1
-        and not _is_timestep(name, tensor)
-        and not any(word in name for word in (*_UNIT, *_FREE, *_FIXED))
-    ]
-
-
 def list_sizes(stated: Sequence[InputStatement]) -> dict[str, tuple[Size, ...]]:
     """Map each argument, such as `forward.hidden_states`, to the largest sizes for which bounds hold.
 
@@ -240,17 +191,6 @@ def list_sizes(stated: Sequence[InputStatement]) -> dict[str, tuple[Size, ...]]:
                 kept = (x for x in found.get(key, ()) if not fits(x, (size,)))
                 found[key] = (*kept, size)
     return found
-
-
-def fits(size: Size, largest: Collection[Size]) -> bool:
-    """Return whether a size is no larger in any dimension than at least one of several sizes."""
-    pairs = (zip(size, most, strict=True) for most in largest if len(most) == len(size))
-    return any(all(x <= y for x, y in pair) for pair in pairs)
-
-
-def show_sizes(sizes: Iterable[Size]) -> str:
-    """Format a size as `16 × 60 × 90`; join several with `or`."""
-    return " or ".join(" × ".join(map(str, size)) for size in sizes)
 
 
 def note_limits(stated: Sequence[InputStatement]) -> str:
@@ -283,28 +223,10 @@ def _word_input(
     return []
 
 
-def find_largest_step(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
-) -> float:
-    """Return the largest timestep among a call's arguments; 0 if there is none."""
-    named = name_inputs(args, kwargs, names)
-    steps = [x for name, x in named if _is_timestep(name, x) and has_values(x)]
-    return max((measure_amax(x.float()) for x in steps), default=0.0)
-
-
-def _is_timestep(name: str, tensor: torch.Tensor) -> bool:
-    return (name in _STEPS or name.startswith("timestep")) and tensor.numel() <= 16
-
-
 def state_limit(name: str, encoded: float = EMBEDDINGS) -> float:
-    """Return the assumed largest magnitude of a floating argument by its name; inf for none."""
-    if any(word in name for word in _UNIT):
+    """Return the limit of a floating argument by its name; inf for none."""
+    if any(word in name for word in UNIT_NAMES):
         return 1.0
-    if any(word in name for word in (*_FREE, *_FIXED)):
+    if any(word in name for word in (*FREE_NAMES, *FIXED_NAMES)):
         return math.inf
     return encoded if is_encoded(name) else LATENTS
-
-
-def is_encoded(name: str) -> bool:
-    """Return whether an argument has the name of a text or image encoder's output."""
-    return any(word in name for word in _ENCODED)

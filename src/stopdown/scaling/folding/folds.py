@@ -22,6 +22,7 @@ from stopdown.fold_names import Place, list_folds, name_parameters, read_clamp, 
 from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.autocast import leave_autocast
 from stopdown.interception.code_homes import is_own
+from stopdown.interception.module_paths import casts_weights
 from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.own_hooks import Hook, hook_own_arguments, hook_own_output
 from stopdown.interception.patches import Patches
@@ -29,7 +30,7 @@ from stopdown.interception.tracing import is_traced
 from stopdown.mapped_weights import StoredWeight, cast_tensor, put_
 from stopdown.module_calls.mixed_dtypes import cast_operands
 from stopdown.module_calls.outermost_calls import is_plain
-from stopdown.number_formats import FORMATS, format_figure, parse_precision
+from stopdown.number_formats import FORMATS, parse_precision
 from stopdown.numerics import (
     cast_mask,
     has_values,
@@ -40,11 +41,8 @@ from stopdown.numerics import (
 from stopdown.scaling.folding.adapters import AdapterFolds, keep_merges, unwrap_name
 from stopdown.scaling.folding.cast_check import CastCheck, find_check
 from stopdown.scaling.folding.clamp_constants import scale_clamps
-from stopdown.scaling.graph.capture import casts_weights, find_kept_buffers, name_aliases
-from stopdown.scaling_records import ResidualStream, Scaling, Trial
-
-PLANNED = "stopdown_planned"
-"""Attribute that a module has while a plan or a repair is applied to it, even one without exponents."""
+from stopdown.scaling.graph.capture import find_kept_buffers, name_aliases
+from stopdown.scaling_records import ResidualStream, Scaling, Trial, describe_trial
 
 
 class Rescaling:
@@ -117,19 +115,6 @@ class Rescaling:
 def read_headroom(scaling: Scaling) -> float:
     """Return a scaling's bits of headroom; infinite if nothing was measured."""
     return math.inf if scaling.headroom_bits is None else scaling.headroom_bits
-
-
-def describe_trial(trial: Trial | None) -> str:
-    """Describe a trial: `run once in fp16 (1 call): 0.042 % from fp32, bf16 0.34 %`, or its absence."""
-    if trial is None or not trial.calls:
-        return "not tried in fp16"
-    ran = f"run once in fp16 ({trial.calls} call{'s' * (trial.calls != 1)})"
-    if trial.rel_err is None:
-        return f"{ran}: finite"
-    beside = (
-        "" if trial.bf16_rel_err is None else f", bf16 {format_figure(100 * trial.bf16_rel_err)} %"
-    )
-    return f"{ran}: {format_figure(100 * trial.rel_err)} % from fp32{beside}"
 
 
 def load_scaled(

@@ -42,7 +42,7 @@ from stopdown.fake_tensors.argument_values import ArgumentValues, find_known, se
 from stopdown.fake_tensors.capture_failures import describe_failure, name_class
 from stopdown.fake_tensors.fake_modules import find_mode, make_like, mark_as_parameter, renew_fakes
 from stopdown.fold_names import name_parameters
-from stopdown.interception.module_paths import ModulePaths, list_modules
+from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import kept_random
@@ -758,14 +758,6 @@ def _make_shadow(attempt: _Attempt, mode: FakeTensorMode) -> tuple[torch.nn.Modu
     cast_operands(shadow, operands, dtype, patches)
     set_own_dtypes(shadow, list_own_dtypes(module), dtype, patches)
     return shadow, kept
-
-
-def casts_weights(module: torch.nn.Module) -> bool:
-    """Return whether weights are cast to the input's dtype at each call, as by ComfyUI's operations.
-
-    Such a module computes in the dtype of its arguments, so its weights keep their stored dtype.
-    """
-    return any(getattr(part, "comfy_cast_weights", False) for part in list_modules(module))
 
 
 def find_kept_buffers(module: torch.nn.Module) -> frozenset[str]:

@@ -36,16 +36,16 @@ from stopdown.interception.randomness import find_random
 from stopdown.module_calls.call import PlainCall
 from stopdown.module_calls.kept_state import KeptState, describe_kept
 from stopdown.module_calls.mixed_dtypes import PRODUCT_FUNCTIONS
-from stopdown.numerics import count_flops, count_non_finite, is_away, iterate_tensors, relative_l2
+from stopdown.numerics import (
+    count_flops,
+    count_non_finite,
+    describe_excess,
+    is_away,
+    iterate_tensors,
+    measure_error,
+)
 from stopdown.scaling.folding.folds import cast_, fold_scaling
 from stopdown.scaling_records import Scaling, Trial
-
-LARGEST_ERROR = 0.05
-"""Largest relative error (2-norm) against fp32 that is accepted if bf16 doesn't run."""
-
-ROUNDED_ONCE = 2.0**-11
-"""Relative error (2-norm) that is accepted whatever that of bf16: rounding to fp16 changes a value by
-as much."""
 
 MOST_FLOPS_ON_CPU = 2e13
 """A call with more FLOPs is not tried on a CPU, where it would take many minutes."""
@@ -403,40 +403,12 @@ def _outline(spec: Any) -> str:
     return " ".join(str(spec).split())[:200]
 
 
-def describe_excess(error: float, bf16_error: float | None) -> str:
-    """Describe an error that is too large to be accepted; return "" for others.
-
-    Args:
-        error: relative 2-norm of the difference from fp32.
-        bf16_error: that of the same call in bf16; None if that doesn't run.
-    """
-    if error <= (LARGEST_ERROR if bf16_error is None else max(ROUNDED_ONCE, bf16_error)):
-        return ""
-    beside = "bf16 does not run" if bf16_error is None else f"bf16's by {bf16_error:.2g}"
-    return f"it is {error:.2g} off ({beside})"
-
-
 def _refuse(why: str) -> TrialError:
     return TrialError(
         f"In fp16 with casts {why}.",
         expected="Run in fp16 with its exponents in place, it returns what it returns in fp32.",
         remedy="Run it in bf16 or fp32.",
     )
-
-
-def measure_error(output: Any, reference: Any) -> float:
-    """Return the relative 2-norm of the difference for the worst tensor; 0.0 if no tensor differs.
-
-    Values that are not finite in the reference are left out.
-    """
-    errors = [0.0]
-    for low, right in zip(iterate_tensors(output), iterate_tensors(reference), strict=True):
-        if right.is_floating_point() and not bool((finite := right.isfinite()).all()):
-            low, right = low.where(finite, 0.0), right.where(finite, 0.0)
-        if right.is_floating_point() and not torch.equal(low.to(right.dtype), right):
-            error = relative_l2(low.cpu(), right.cpu())  # some devices have no fp64
-            errors.append(error if math.isfinite(error) else math.inf)
-    return max(errors)
 
 
 def _round(error: float) -> float:

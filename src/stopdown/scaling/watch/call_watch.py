@@ -106,8 +106,6 @@ class Refusal:
 Repair = Callable[[Refusal], bool]
 """Replaces or removes the module's exponents so that a refused call is right; returns whether it did."""
 
-WAITING = "stopdown_weights_wait"
-"""Attribute of a module whose weights are offloaded between calls."""
 
 _WATCH = "stopdown_call_watch"
 """Attribute of a module that holds its `CallWatch`."""

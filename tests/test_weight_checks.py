@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from stopdown.errors import ScalingError
-from stopdown.scaling.folding.weight_checks import check_weights, find_quantised, is_packed
 from stopdown.scaling.rescale import rescale_
+from stopdown.weight_checks import check_weights, find_quantised, is_packed
 
 
 class Packed(torch.Tensor):
