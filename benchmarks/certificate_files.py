@@ -50,7 +50,8 @@ print(json.dumps({"lines": lines, "check_s": time.perf_counter() - begun,
 def certify(folder: Path, path: Path, residual: str, only: tuple[str, ...] = ()) -> dict[str, Any]:
     """Plan a folder, write its certificate and check it; one row."""
     from stopdown.plans.certificate_files import write_certificate
-    from stopdown.plans.certified import Scope, TracedCalls, certify_plan
+    from stopdown.plans.certified import Scope, certify_plan
+    from stopdown.scaling.trials.traced_calls import TracedCalls
     from stopdown.sources.sources import resolve_source
 
     source, spent = resolve_source(folder), time.process_time()

@@ -17,6 +17,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from stopdown.number_formats import name_dtype
 SHARE = 0.25
 """Of the machine's memory: weights that take more are mapped."""
 
+Load = Callable[[str], torch.Tensor]
+"""Gives a parameter or buffer by its name, as it is stored."""
 
 _STORED = "stopdown_stored"
 """Attribute of a weight that waits: its `StoredWeight`."""
@@ -302,3 +305,8 @@ def _reserve(path: Path, size_bytes: int) -> None:
             remedy="Free some space there, set TMPDIR to another disk, or give a larger `memory`.",
             by_system=True,
         ) from error
+
+
+def bring_home(load: Load) -> Load:
+    """Load weights to the host, where all bounds are."""
+    return lambda name: load(name).cpu()

@@ -13,12 +13,12 @@ import transformers
 from stopdown.devices.device_choice import Device
 from stopdown.fold_names import name_parameters
 from stopdown.module_calls.call import ComponentCall
-from stopdown.plans.certified import TracedCalls, certify_component
 from stopdown.plans.near_weights import bring_near
 from stopdown.scaling import certificate
 from stopdown.scaling.bounds.known_values import Bounds
 from stopdown.scaling.certificate import BoundedCalls
 from stopdown.scaling.trials import search
+from stopdown.scaling.trials.traced_calls import TracedCalls, certify_component
 
 
 def make_encoder() -> tuple[torch.nn.Module, ComponentCall]:

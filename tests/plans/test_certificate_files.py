@@ -27,12 +27,13 @@ from stopdown import rescale_
 from stopdown.errors import SourceError
 from stopdown.fold_names import name_parameters
 from stopdown.plans.certificate_files import export_calls, write_certificate
-from stopdown.plans.certified import Scope, TracedCalls, certify_plan
+from stopdown.plans.certified import Scope, certify_plan
 from stopdown.records import ComponentPlan, Scaling
 from stopdown.scaling.bounds.values import uniform
 from stopdown.scaling.graph.nodes import shape_of
 from stopdown.scaling.trials import measurement
 from stopdown.scaling.trials.measurement import Captures
+from stopdown.scaling.trials.traced_calls import TracedCalls
 from stopdown.sources.sources import resolve_source
 from stopdown.testing import save_pipeline
 

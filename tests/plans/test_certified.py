@@ -26,20 +26,14 @@ from stopdown.pipelines.loader import load_pipeline
 from stopdown.plans import certified as certified_module
 from stopdown.plans import certifier, plan_choice
 from stopdown.plans.applier import apply_plan
-from stopdown.plans.certified import (
-    Scope,
-    TracedCalls,
-    certify_component,
-    certify_plan,
-    load_stored,
-    suggest_stream,
-)
+from stopdown.plans.certified import Scope, certify_plan, load_stored, suggest_stream
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import leave_components
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling.graph import (
     capture,
 )
+from stopdown.scaling.trials.traced_calls import TracedCalls, certify_component
 from stopdown.sources.source import Source
 from stopdown.sources.sources import resolve_source
 

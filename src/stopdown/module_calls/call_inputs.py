@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from stopdown.module_calls.call import ComponentCall
 from stopdown.numerics import has_values, measure_amax
 
 Size = tuple[int, ...]
@@ -102,3 +103,13 @@ def is_timestep(name: str, tensor: torch.Tensor) -> bool:
 def is_encoded(name: str) -> bool:
     """Return whether an argument's name is that of an encoder's output."""
     return any(word in name for word in _ENCODED)
+
+
+def read_call_sizes(
+    calls: Sequence[ComponentCall],
+) -> list[tuple[str, list[tuple[str, Size]]]]:
+    """Return the name of each call with the sizes of its arguments."""
+    return [
+        (x.callee.name, read_sizes(x.args, x.kwargs, read_names(x.callee.owner, x.callee.method)))
+        for x in calls
+    ]

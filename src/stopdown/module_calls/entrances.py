@@ -32,6 +32,10 @@ from stopdown.module_calls.outermost_calls import is_plain
 from stopdown.numerics import bound_values, is_readable, iterate_tensors, measure_amax
 
 
+class ReplacedError(Exception):
+    """Other exponents were put on, or these came off: the call begins again."""
+
+
 class BeyondError(ScalingError):
     """Raised if a component receives values beyond its format's range, and doesn't accept them in fp32."""
 

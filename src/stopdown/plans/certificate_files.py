@@ -19,13 +19,14 @@ import torch
 import stopdown_verify
 from stopdown.errors import SourceError
 from stopdown.files.outputs import written_beside
+from stopdown.mapped_weights import Load
 from stopdown.pipelines.loader import complete_source
-from stopdown.plans.certified import TracedCalls, open_component
 from stopdown.plans.certified import find_tied_names as find_tied
+from stopdown.plans.certified import open_component
 from stopdown.records import ComponentPlan, Plan, describe_other
 from stopdown.scaling import Capture
-from stopdown.scaling.bounds.known_values import Load
 from stopdown.scaling.certificate_graphs import export_graphs
+from stopdown.scaling.trials.traced_calls import TracedCalls
 from stopdown.sources.hub import Progress
 from stopdown.sources.source import Source, list_weight_files
 

@@ -40,8 +40,8 @@ from stopdown.devices.device_choice import Device, choose_device
 from stopdown.devices.device_memory import free_memory
 from stopdown.errors import CaptureError, ScalingError, SourceError
 from stopdown.fold_names import name_parameters
-from stopdown.module_calls.call import PlainCall
-from stopdown.module_calls.call_inputs import is_encoded, read_names, read_sizes
+from stopdown.mapped_weights import Load, bring_home
+from stopdown.module_calls.call_inputs import read_call_sizes
 from stopdown.module_calls.call_interception import bared
 from stopdown.module_calls.module_code import list_foreign_code
 from stopdown.number_formats import FORMATS
@@ -80,14 +80,9 @@ from stopdown.plans.precision import (
     parse_fp16,
 )
 from stopdown.plans.weight_fingerprints import join_samples, sample_weights, take_samples
-from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling, Trial
-from stopdown.scaling import Capture, ComponentCall
-from stopdown.scaling.bounds.input_limits import HIDDEN_STATES
-from stopdown.scaling.bounds.known_values import Load, bring_home
-from stopdown.scaling.exponents.problem import Statements
-from stopdown.scaling.graph.capture import sign_capture
-from stopdown.scaling.trials.measurement import Captures
-from stopdown.scaling.trials.search import find_scaling, plan_stream, scale_unmeasured
+from stopdown.records import ComponentPlan, Plan, Scaling, Trial
+from stopdown.scaling import ComponentCall
+from stopdown.scaling.trials.traced_calls import TracedCalls, certify_component
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.headers import StoredTensor, read_header
 from stopdown.sources.hub import Progress
@@ -204,7 +199,7 @@ def certify_plan(
     if scope.keeps and not source.loras and source.kind != "file":
         for name in names:
             own = fingerprint(narrow_source(source, (name,)))
-            keys[name] = _hash((own, _read_call_sizes(calls.get(name, [])), stream, hands_over))
+            keys[name] = _hash((own, read_call_sizes(calls.get(name, [])), stream, hands_over))
     traced = {} if traced is None else traced
     traced |= {name: TracedCalls(module, calls.get(name, [])) for name, module in modules.items()}
     components = _Components(context, source, traced, loaded, keys).plan(whole)
@@ -319,13 +314,6 @@ def _hands_over(calls: Mapping[str, Sequence[ComponentCall]]) -> bool:
 
 def _hash(known: object) -> str:
     return hashlib.sha256(repr(known).encode()).hexdigest()
-
-
-def _read_call_sizes(calls: Sequence[ComponentCall]) -> list[Any]:
-    return [
-        (x.callee.name, read_sizes(x.args, x.kwargs, read_names(x.callee.owner, x.callee.method)))
-        for x in calls
-    ]
 
 
 def list_planned(source: Source) -> list[str]:
@@ -589,85 +577,6 @@ class _TensorReader:
             if name not in self._samples:
                 self(name)
         return join_samples((name, *self._samples[name]) for name in self._names)
-
-
-class TracedCalls:
-    """The calls of one component, with their captures, each of which is made once."""
-
-    def __init__(self, module: torch.nn.Module, made: Sequence[ComponentCall]) -> None:
-        self.module = module
-        self.calls: list[PlainCall] = [(x.callee.bind(module), x.args, x.kwargs) for x in made]
-        self.captures = Captures()
-        self._made = made
-
-    def capture(
-        self, stream: ResidualStream | None
-    ) -> list[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]]:
-        """Return each call's capture for a residual stream, with the call's arguments.
-
-        Cost: a capture for each call (seconds) that has none yet.
-        """
-        return [(self.captures.take(x, stream), *x[1:]) for x in self.calls]
-
-    def sign(self) -> tuple[object, ...]:
-        """Return a signature of the calls' graphs at their sizes.
-
-        Raises:
-            CaptureError: the code cannot be traced.
-
-        Cost: a capture for each call (seconds).
-        """
-        signs = _read_call_sizes(self._made)
-        for call in self.calls:
-            made = self.captures.take_short(call)
-            signs += [sign_capture(made), self.captures.keeps_clamps(call, made)]
-        return tuple(signs)
-
-
-def certify_component(
-    traced: TracedCalls,
-    residual: str,
-    load: Load,
-    *,
-    hands_over: bool,
-) -> Scaling:
-    """Find a component's exponents from bounds, with an fp32 residual stream if requested and possible.
-
-    Args:
-        traced: its calls.
-        residual: `native` or `fp32`.
-        load: returns a weight by its name.
-        hands_over: an encoder of the pipeline returns hidden states, which no norm has made small. Outputs
-            of encoders are then assumed to have any fp16 value, if exponents for that cost nothing.
-    """
-    module = traced.module
-
-    def scale(stream: ResidualStream | None) -> Scaling:
-        captured = traced.capture(stream)
-        find = functools.partial(find_scaling, stream=stream, whole=False, statements=Statements())
-        found = scale_unmeasured(module, captured, load, find)
-        if not hands_over or not any(map(is_encoded, found.limits)):
-            return found
-        wide = scale_unmeasured(module, captured, load, find, encoded=HIDDEN_STATES)
-        return wide if _price(wide) <= _price(found) else found
-
-    if residual == "native":
-        return scale(None)
-    try:
-        return scale(plan_stream(module, traced.calls, traced.captures))
-    except ScalingError as error:
-        why = error.what
-    return dataclasses.replace(scale(None), note=f"The residual stream is not kept in fp32: {why}")
-
-
-def _price(scaling: Scaling) -> tuple[float, ...]:
-    """Return the cost of exponents as a sort key.
-
-    In order: FLOPs and modules in fp32, multiplies, values without a bound, and bits scaled down.
-    """
-    lowest = min((entry for pair in scaling.layers.values() for entry in pair), default=0)
-    rest = scaling.values - scaling.bounded
-    return (scaling.fp32_flops, len(scaling.fp32_modules), len(scaling.multiplies), rest, -lowest)
 
 
 def _fall_back(context: _Context, bare: ComponentPlan, why: str) -> ComponentPlan:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from stopdown.devices.device_choice import Device, list_devices
-from stopdown.scaling.bounds.known_values import Load
-from stopdown.scaling.bounds.singular_values import SMALL, count_work
+from stopdown.mapped_weights import Load
+from stopdown.scaling.bounds.singular_values import takes_work
 
 KINDS = ("cuda",)
 """Types of the devices that are used: NVIDIA's and AMD's cards, with memory of their own."""
@@ -44,7 +44,7 @@ def bring_near(load: Load, device: Device | None = None) -> Load | None:
 
 def _takes_work(tensor: torch.Tensor) -> bool:
     is_matrix = tensor.dim() == 2 and tensor.is_floating_point()
-    return is_matrix and tensor.dtype != torch.float64 and count_work(tensor) > SMALL
+    return is_matrix and tensor.dtype != torch.float64 and takes_work(tensor)
 
 
 def _sums_in_fp32(device: str) -> bool:

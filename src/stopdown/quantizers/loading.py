@@ -49,7 +49,7 @@ from stopdown.runtime.guard import Guard
 from stopdown.runtime.repairs import Component
 from stopdown.scaling import StoredWeight, put_cast
 from stopdown.scaling.folding.folds import locate_folds
-from stopdown.scaling.watch.call_watch import note_weights
+from stopdown.scaling.watch.call_watch import find_watch
 from stopdown.sources.source import Source
 from stopdown.sources.sources import resolve_source
 
@@ -173,7 +173,8 @@ class ModelLoad(SameInCopies):
         if self.bare is not None:
             self.plan = None
             return None
-        note_weights(module)
+        if (watch := find_watch(module)) is not None:
+            watch.note_arrived()
         component = self.entry.component
         assert self.plan is not None
         plan = self.plan = dataclasses.replace(self.plan, components=(self.entry,), seal="")

@@ -28,6 +28,7 @@ from stopdown.errors import NonFiniteError, ScalingError, StopdownError, take_fi
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.randomness import find_random
 from stopdown.memory.weight_stores import WAITING
+from stopdown.module_calls.entrances import ReplacedError
 from stopdown.module_calls.kept_state import describe_kept
 from stopdown.module_calls.step_caches import clear_caches
 from stopdown.numerics import describe_excess, iterate_tensors, measure_error
@@ -47,7 +48,7 @@ from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
 from stopdown.runtime.repairs import WholeInFp32Error, cast_component, computes_bf16
 from stopdown.runtime.run_check import FaultOrigin
 from stopdown.runtime.session import Session
-from stopdown.scaling.watch.call_watch import ReplacedError, holds_for
+from stopdown.scaling.watch.call_watch import find_watch
 from stopdown.scaling_records import describe_least
 
 LARGE = 10**8
@@ -230,7 +231,8 @@ class FaultHandler:
         """Repeat the call after a repair that another thread made meanwhile."""
         guarded = fault.guarded
         guarded.latest.restore()
-        if not holds_for(guarded.module, fault.call):
+        watch = find_watch(guarded.module)
+        if watch is not None and not watch.holds_for(fault.call):
             self._begin_again(fault)
         output = fault.call.proceed()
         return replace(fault, output=output, check=self._session.check(fault.guarded, output))

@@ -38,7 +38,6 @@ from stopdown.interception.autocast import list_autocast, read_autocast, without
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.patches import Patches
 from stopdown.memory.weight_stores import weights_at_hand
-from stopdown.module_calls.call import cast_floats
 from stopdown.module_calls.call_interception import bared
 from stopdown.module_calls.entrances import Entrance
 from stopdown.module_calls.mixed_dtypes import NO_OPERANDS, cast_to_weights, merge_operands
@@ -54,11 +53,7 @@ from stopdown.runtime.kept_code import KeptCode
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import Remedy, list_remedies
 from stopdown.scaling import ComponentCall, cast_, read_headroom
-from stopdown.scaling.exponents.problem import MeasuredCall
-from stopdown.scaling.trials.fallback import scale_by_hooks
-from stopdown.scaling.trials.measurement import Captures, add_call
-from stopdown.scaling.trials.residual import demand_agreement
-from stopdown.scaling.trials.search import find_scaling, plan_stream
+from stopdown.scaling.trials.observed_calls import ObservedCalls
 from stopdown.scaling.watch.call_watch import Refusal, WatchOptions, find_watch
 
 
@@ -92,71 +87,18 @@ class WholeInFp32Error(ScalingError):
 
 
 @dataclass
-class Calibration:
-    """What the calls of one module have reached so far.
+class Calibration(ObservedCalls):
+    """What the failing calls of one module have reached so far, and what was tried for them.
 
     Attributes:
-        residual: what the residual stream is kept in: `native` or `fp32`.
-        stream: where it becomes fp32; None before the first call, and for `native`.
         may_repair: calls that the exponents do not hold for are repaired; False refuses them.
         hands_back: what is not repaired is made by the model as it was found; False refuses it.
         tried: what was tried for such calls, each once: by the kind of call and the remedy.
     """
 
-    calls: int = 0
-    residual: str = "native"
-    stream: ResidualStream | None = None
     may_repair: bool = True
     hands_back: bool = False
     tried: set[Hashable] = field(default_factory=set)
-    _kinds: dict[Hashable, list[MeasuredCall]] = field(default_factory=dict)
-    _untraced: dict[Hashable, tuple[str, Any, Any]] = field(default_factory=dict)
-
-    def observe(
-        self,
-        module: torch.nn.Module,
-        call: ComponentCall,
-    ) -> None:
-        """Measure one call of the module, and merge the ranges of its values.
-
-        Args:
-            module: in the place of the callee's owner.
-
-        Cost: one forward in fp32; for the first call of a kind a capture as well (seconds), with an fp32
-            residual stream three.
-        """
-        kind = self._kinds.setdefault(call.key, [])
-        captures = Captures()
-        one = call.callee.bind(module), call.args, call.kwargs
-        with without_autocast():
-            if self.residual == "fp32" and not kind:
-                if self.stream is None:
-                    self.stream = plan_stream(module, [one], captures)
-                else:  # other sizes may share out the work differently, and need the same casts
-                    demand_agreement(captures.take(one), captures.take(one, self.stream))
-            add_call(kind, module, one, captures, self.stream)
-        self.calls += 1
-
-    def find_by_hooks(
-        self, module: torch.nn.Module, call: ComponentCall, failure: CaptureError
-    ) -> Scaling:
-        """Find which matrices of a module without a graph can run in fp16; the rest runs in fp32.
-
-        Cost: a forward in fp32 for each kind of call that failed; the latest of each is kept.
-        """
-        args, kwargs = cast_floats((call.args, call.kwargs), torch.float32)
-        self._untraced[call.key] = call.callee.method, args, kwargs
-        calls = [
-            (module if method == "forward" else getattr(module, method), *given)
-            for method, *given in self._untraced.values()
-        ]
-        with without_autocast(), cast_(module, torch.float32):
-            return scale_by_hooks(module, calls, failure)
-
-    @property
-    def measured(self) -> list[MeasuredCall]:
-        """One entry for each kind of call, its ranges merged over the calls."""
-        return [entry for kind in self._kinds.values() for entry in kind]
 
 
 @dataclass
@@ -464,15 +406,13 @@ class Component:
                     self.calibration.observe(self.module, call)
                 except CaptureError as error:
                     return self.calibration.find_by_hooks(self.module, call, error)
-                measured = self.calibration.measured
-                found = find_scaling(self.module, measured, self.calibration.stream)
+                found = self.calibration.find_exponents(self.module)
             if "" in found.fp32_modules:
                 raise WholeInFp32Error("Exponents alone do not keep it in range.")
             known = next((x.scaling for x in self.planned if x.precision == "fp16"), None)
             if known is None:
                 return found
-            methods = {x.capture.method or "forward" for x in measured}
-            return merge_scalings(known, found, _find_used(measured), methods)
+            return merge_scalings(known, found, self.calibration.used, self.calibration.methods)
         finally:
             self.put_on(before)
 
@@ -632,16 +572,6 @@ def _merge_streams(
         return replace(before, **paths) if any(paths.values()) else None
     joined: dict[str, Any] = {name: (*x, *getattr(found, name)) for name, x in paths.items()}
     return replace(found, **joined)
-
-
-def _find_used(measured: Iterable[MeasuredCall]) -> set[str]:
-    """Find the parameters that take part in the measured calls."""
-    return {
-        known.capture.parameters[node.name]
-        for known in measured
-        for node in known.capture.graph.graph.nodes
-        if node.name in known.capture.parameters and node.users
-    }
 
 
 @dataclass

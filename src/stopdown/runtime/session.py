@@ -42,6 +42,7 @@ from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.interception.tracing import is_traced
 from stopdown.module_calls.call_interception import find_module, find_slot, put_layer
 from stopdown.module_calls.callee import GENERAL_KEEPS, Callee
+from stopdown.module_calls.entrances import ReplacedError
 from stopdown.module_calls.outermost_calls import (
     entered,
     find_outermost,
@@ -61,7 +62,7 @@ from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import ON_FAULT, OnFault
 from stopdown.runtime.repairs import Calibration, Component, RepairCache
 from stopdown.scaling import ComponentCall, Rank, intercept
-from stopdown.scaling.watch.call_watch import ReplacedError, find_watch, scale_ends
+from stopdown.scaling.watch.call_watch import find_watch, scale_ends
 from stopdown.sources.hub import Progress
 
 _PATIENCE_S = 0.01

@@ -12,6 +12,7 @@ from stopdown.devices.environment import count_processes
 from stopdown.diagnosis.texts import REFUSALS, is_refusal
 from stopdown.errors import take_first_line
 from stopdown.interception.component_locks import find_lock, is_changing
+from stopdown.module_calls.entrances import ReplacedError
 from stopdown.module_calls.outermost_calls import is_plain, wants_gradients
 from stopdown.operations import keeps_clamps
 from stopdown.records import Scaling
@@ -22,7 +23,7 @@ from stopdown.runtime.guarded_call import Call, GivenTensors
 from stopdown.runtime.hidden_values import noting_hidden
 from stopdown.runtime.session import Session
 from stopdown.scaling import ComponentCall
-from stopdown.scaling.watch.call_watch import ReplacedError, has_passed
+from stopdown.scaling.watch.call_watch import find_watch
 
 
 class Watch:
@@ -39,7 +40,8 @@ class Watch:
         if not is_plain():
             return guarded.state.call(call, is_mixed=is_mixed)
         with find_lock(guarded.module).calling():
-            if not (is_changing() or has_passed(guarded.module)):
+            exponents = None if is_changing() else find_watch(guarded.module)
+            if exponents is not None and not exponents.has_call_here:
                 raise ReplacedError
             begun = time.perf_counter()
             guarded.record_arguments(call, self._session.pipe)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from stopdown.fold_names import name_parameters, split_fold_name
-from stopdown.mapped_weights import find_stored
+from stopdown.mapped_weights import Load, bring_home, find_stored
 from stopdown.module_calls.mixed_dtypes import merge_operands
 from stopdown.number_formats import FP16
 from stopdown.numerics import headroom_bits
@@ -33,7 +33,7 @@ from stopdown.scaling.bounds.input_limits import (
     note_limits,
     state_calls,
 )
-from stopdown.scaling.bounds.known_values import Bounds, Load, bring_home
+from stopdown.scaling.bounds.known_values import Bounds
 from stopdown.scaling.bounds.propagation import bound_call
 from stopdown.scaling.exponents.problem import Limit, MeasuredCall, Problem, split_values
 from stopdown.scaling.exponents.solver import CALIBRATED_BITS, Solution

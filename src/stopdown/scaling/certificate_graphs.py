@@ -19,10 +19,11 @@ from torch.fx import Node
 
 import stopdown_verify
 from stopdown.fold_names import name_clamp, split_fold_name
+from stopdown.mapped_weights import Load
 from stopdown.operations import Operation, find_operation
 from stopdown.scaling.bounds.evaluation import writes_in_place
 from stopdown.scaling.bounds.input_limits import InputStatement, state_calls
-from stopdown.scaling.bounds.known_values import BoundedOperation, Load
+from stopdown.scaling.bounds.known_values import BoundedOperation
 from stopdown.scaling.bounds.propagation import find_aliases
 from stopdown.scaling.bounds.rules import find_written_norm, read_vector_norm
 from stopdown.scaling.bounds.singular_values import MOST_WORK, bound_parts

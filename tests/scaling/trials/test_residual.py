@@ -20,12 +20,12 @@ from stopdown.module_calls.call import ComponentCall
 from stopdown.module_calls.callee import Callee
 from stopdown.module_calls.mixed_dtypes import NO_OPERANDS
 from stopdown.numerics import iterate_tensors, relative_l2
-from stopdown.runtime.repairs import Calibration
 from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.graph.capture import capture_call
 from stopdown.scaling.rescale import rescale_
 from stopdown.scaling.trials import measurement, residual, search
 from stopdown.scaling.trials.measurement import Captures
+from stopdown.scaling.trials.observed_calls import ObservedCalls
 from stopdown.scaling.trials.residual import demand_agreement, find_stream, open_fp32_modules
 from stopdown.scaling.trials.search import plan_stream
 
@@ -133,14 +133,14 @@ def test_a_call_of_another_size_keeps_the_stream_of_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Which layers are small depends on sizes; calls that are repaired together need the same casts."""
-    module, calibration = Shortcuts().eval().requires_grad_(False), Calibration(residual="fp32")
+    module, observed = Shortcuts().eval().requires_grad_(False), ObservedCalls(residual="fp32")
     for length, share in ((3, 0.03), (5, 0.0)):
         monkeypatch.setattr(residual, "MOST_WIDE_FLOPS", share)
         x = torch.full((4, length, 8), 1e4)
-        calibration.observe(module, ComponentCall(Callee("", module, "forward", "call"), (x,)))
-    assert len(calibration.measured) == 2
-    assert calibration.stream is not None
-    assert "shortcut.weight" in calibration.stream.kept
+        observed.observe(module, ComponentCall(Callee("", module, "forward", "call"), (x,)))
+    assert len(observed.measured) == 2
+    assert observed.stream is not None
+    assert "shortcut.weight" in observed.stream.kept
 
 
 def test_a_lora_on_such_a_layer_is_in_fp32() -> None:

@@ -22,8 +22,8 @@ from models.snapshots import assert_untouched
 from stopdown.errors import NonFiniteError, ScalingError
 from stopdown.interception.component_locks import ComponentLock
 from stopdown.memory.offloader import predict_run
-from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.memory.weight_stores import WAITING
+from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.plans.applier import AppliedPlan, apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.weight_fingerprints import sample_weights

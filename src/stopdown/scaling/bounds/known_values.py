@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from stopdown.mapped_weights import Load
 from stopdown.numerics import CACHED_VALUES, measure_amax, summarise_magnitudes
 from stopdown.scaling.bounds.intervals import Interval, bound_interval
 from stopdown.scaling.bounds.row_sums import LOOSE_WEIGHT_FLOOR, NARROW_WEIGHT_FLOOR, WEIGHT_FLOOR
@@ -42,14 +43,6 @@ from stopdown.scaling.graph.range_measurement import Range
 
 SMALL = 1 << 16
 """A parameter with at most this many values has a bound for each element."""
-
-Load = Callable[[str], torch.Tensor]
-"""Returns a parameter or buffer by its name, in its stored dtype."""
-
-
-def bring_home(load: Load) -> Load:
-    """Return a loader that moves each weight to the host, where bounds are computed."""
-    return lambda name: load(name).cpu()
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
+from stopdown.mapped_weights import Load
 from stopdown.operations import find_operation
 from stopdown.out_of_memory import is_out_of_memory
 from stopdown.scaling.bounds import product_rules, rules
@@ -33,7 +34,6 @@ from stopdown.scaling.bounds.known_values import (
     Bounds,
     InputLimits,
     KnownValues,
-    Load,
     Rule,
     UnboundedError,
 )

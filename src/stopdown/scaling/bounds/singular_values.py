@@ -52,6 +52,11 @@ def count_work(weight: torch.Tensor) -> int:
     return math.prod(weight.shape) * min(weight.shape)
 
 
+def takes_work(weight: torch.Tensor) -> bool:
+    """Return whether the Gram matrix of a weight `[out, in]` is too much work for float64."""
+    return count_work(weight) > SMALL
+
+
 def measure_sigma(weight: torch.Tensor, largest: float | None = None) -> float:
     """Return an upper bound of the largest singular value of a weight `[out, in]`.
 
@@ -66,8 +71,8 @@ def measure_sigma(weight: torch.Tensor, largest: float | None = None) -> float:
     """
     tall = weight if weight.shape[0] >= weight.shape[1] else weight.T
     largest = find_largest_magnitude(weight) if largest is None else largest
-    scale = choose_scale(largest)  # keeps squares in range
-    if count_work(weight) <= SMALL:
+    scale = choose_scale(largest)  # squares stay in range
+    if not takes_work(weight):
         return math.sqrt(_bound_small_gram(tall.cpu().double() * scale)) / scale * MARGIN
     count, room = math.ceil(tall.shape[1] / MOST_COLUMNS), _Room(weight.device)
     tops = [_bound_gram(part, scale, room) for part in tall.chunk(count, dim=1)]

@@ -27,11 +27,11 @@ import torch
 
 from stopdown.errors import CaptureError, ScalingError, TrialError
 from stopdown.fold_names import read_clamp
+from stopdown.mapped_weights import Load
 from stopdown.module_calls.call import PlainCall
 from stopdown.module_calls.call_signatures import Sizes
 from stopdown.number_formats import FP16
 from stopdown.scaling.bounds.input_limits import EMBEDDINGS
-from stopdown.scaling.bounds.known_values import Load
 from stopdown.scaling.bounds.propagation import LEAST_STORED_LOOSE
 from stopdown.scaling.certificate import (
     BoundedCalls,

@@ -59,7 +59,7 @@ from stopdown.module_calls.call_interception import (
 )
 from stopdown.module_calls.call_signatures import list_argument_sizes, sign_call
 from stopdown.module_calls.callee import GENERAL_KEEPS, Callee
-from stopdown.module_calls.entrances import BeyondError
+from stopdown.module_calls.entrances import BeyondError, ReplacedError
 from stopdown.module_calls.outermost_calls import is_plain, listen
 from stopdown.module_calls.step_caches import clear_caches
 from stopdown.numerics import (
@@ -79,10 +79,6 @@ from stopdown.scaling.watch.call_exponents import CallEnds
 from stopdown.scaling.watch.folded_weights import FoldedWeights
 from stopdown.scaling.watch.known_calls import PLAIN, Key, KnownCalls, cast_arguments, find_path
 from stopdown.scaling_records import Scaling
-
-
-class ReplacedError(Exception):
-    """Raised if the exponents were replaced or removed while a call waited: the call begins again."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +214,10 @@ class CallWatch(SameInCopies):
     def accept_settings(self) -> None:
         """Accept the module's present settings as those for which exponents were solved."""
         self.known.settings.note()
+
+    def note_arrived(self) -> None:
+        """Know the weights of the module that arrived after its exponents were put on."""
+        self.weights.note_arrived()
 
     def take_help(self, options: WatchOptions) -> None:
         """Replace the options, such as when a guard comes or goes."""
@@ -491,6 +491,10 @@ class CallWatch(SameInCopies):
         watch: CallWatch | None = vars(self.module).get(_WATCH)
         return watch is not None and watch.scaling is self.scaling
 
+    def holds_for(self, call: ComponentCall) -> bool:
+        """Return whether a call is right, unchanged, with the exponents that are on the module now."""
+        return self.is_removed or self.known.verdicts.get(self.sign(call)) is PLAIN
+
     # What holds for a signature
 
     def _find_ends(self, key: Key, call: ComponentCall, held: HeldContainers) -> CallEnds:
@@ -562,13 +566,6 @@ def _call_while_alive(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-def note_weights(module: torch.nn.Module) -> None:
-    """Record weights of a module that arrived after its exponents were applied."""
-    watch = vars(module).get(_WATCH)
-    if watch is not None:
-        watch.weights.note_arrived()
-
-
 def find_watch(module: torch.nn.Module) -> CallWatch | None:
     """Return the module's current `CallWatch`; another thread may have replaced it during a call."""
     watch: CallWatch | None = vars(module).get(_WATCH)
@@ -593,20 +590,6 @@ def scale_ends(module: torch.nn.Module, call: ComponentCall) -> Any:
         return found[0].scale(found[1], call)
     finally:
         _thread.scaled = found
-
-
-def has_passed(module: torch.nn.Module) -> bool:
-    """Return whether the module's `CallWatch`, if any, has let this thread's current call through."""
-    watch = find_watch(module)
-    return watch is None or watch.has_call_here
-
-
-def holds_for(module: torch.nn.Module, call: ComponentCall) -> bool:
-    """Return whether a call is right, unchanged, with the module's current exponents."""
-    watch = find_watch(module)
-    if watch is None or watch.is_removed:
-        return True
-    return watch.known.verdicts.get(watch.sign(call)) is PLAIN
 
 
 def _scale_inputs(ends: CallEnds, call: ComponentCall, *, narrows: bool = False) -> ComponentCall:

@@ -1,4 +1,4 @@
-"""Tests of calibration: ranges merged over calls."""
+"""Calls that were observed: their ranges are merged, and one set of exponents is for all of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from torch import nn
 
 from stopdown.module_calls.call import ComponentCall
 from stopdown.module_calls.callee import Callee
-from stopdown.runtime.repairs import Calibration
 from stopdown.scaling.folding.folds import fold_scaling
-from stopdown.scaling.trials.search import find_scaling
+from stopdown.scaling.trials.observed_calls import ObservedCalls
 
 
 class Stream(nn.Module):
@@ -35,13 +34,13 @@ def _call(module: Stream, *args: torch.Tensor) -> ComponentCall:
 def test_ranges_are_those_of_the_largest_call() -> None:
     """Two calls of one kind share a capture, and the larger one decides."""
     module = _make()
-    calibration = Calibration()
-    calibration.observe(module, _call(module, torch.ones(1, 4)))
-    small = find_scaling(module, calibration.measured)
-    calibration.observe(module, _call(module, torch.full((1, 4), 6e4)))
-    large = find_scaling(module, calibration.measured)
-    assert len(calibration.measured) == 1
-    assert calibration.calls == 2
+    observed = ObservedCalls()
+    observed.observe(module, _call(module, torch.ones(1, 4)))
+    small = observed.find_exponents(module)
+    observed.observe(module, _call(module, torch.full((1, 4), 6e4)))
+    large = observed.find_exponents(module)
+    assert len(observed.measured) == 1
+    assert observed.calls == 2
     assert small.exponents == {}
     assert large.exponents["embed.weight"] < 0
 
@@ -49,11 +48,11 @@ def test_ranges_are_those_of_the_largest_call() -> None:
 def test_other_lengths_meet_in_the_parameters() -> None:
     """Two lengths are two graphs and one set of exponents."""
     module = _make()
-    calibration = Calibration()
+    observed = ObservedCalls()
     for length in (1, 3):
-        calibration.observe(module, _call(module, torch.full((length, 4), 6e4)))
-    scaling = find_scaling(module, calibration.measured)
-    assert len(calibration.measured) == 2
+        observed.observe(module, _call(module, torch.full((length, 4), 6e4)))
+    scaling = observed.find_exponents(module)
+    assert len(observed.measured) == 2
     assert set(scaling.exponents) == {"embed.weight", "embed.bias"}
     x = torch.randn(5, 4)
     reference = module(x)

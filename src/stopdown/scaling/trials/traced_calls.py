@@ -1,0 +1,94 @@
+"""Calls of one component, each captured once: exponents from its weights alone, and their signature."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from stopdown.errors import ScalingError
+from stopdown.mapped_weights import Load
+from stopdown.module_calls.call import ComponentCall, PlainCall
+from stopdown.module_calls.call_inputs import is_encoded, read_call_sizes
+from stopdown.scaling.bounds.input_limits import HIDDEN_STATES
+from stopdown.scaling.exponents.problem import Statements
+from stopdown.scaling.graph.capture import Capture, sign_capture
+from stopdown.scaling.trials.measurement import Captures
+from stopdown.scaling.trials.search import find_scaling, plan_stream, scale_unmeasured
+from stopdown.scaling_records import ResidualStream, Scaling
+
+
+class TracedCalls:
+    """Calls of one component and their captures, each made once."""
+
+    def __init__(self, module: torch.nn.Module, made: Sequence[ComponentCall]) -> None:
+        self.module = module
+        self.calls: list[PlainCall] = [(x.callee.bind(module), x.args, x.kwargs) for x in made]
+        self.captures = Captures()
+        self._made = made
+
+    def capture(
+        self, stream: ResidualStream | None
+    ) -> list[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]]:
+        """Capture the calls with the stream that they are planned for, each with its arguments.
+
+        Cost: a capture for each call (seconds) that has none yet.
+        """
+        return [(self.captures.take(x, stream), *x[1:]) for x in self.calls]
+
+    def sign(self) -> tuple[object, ...]:
+        """Return a signature of the calls' graphs at their sizes.
+
+        Raises:
+            CaptureError: the code cannot be traced.
+
+        Cost: a capture for each call (seconds).
+        """
+        signs: list[object] = [*read_call_sizes(self._made)]
+        for call in self.calls:
+            made = self.captures.take_short(call)
+            signs += [sign_capture(made), self.captures.keeps_clamps(call, made)]
+        return tuple(signs)
+
+
+def certify_component(
+    traced: TracedCalls,
+    residual: str,
+    load: Load,
+    *,
+    hands_over: bool,
+) -> Scaling:
+    """Find exponents with the requested residual stream, else with the model's own.
+
+    Args:
+        hands_over: an encoder of the pipeline returns hidden states, which no norm has made small. Outputs
+            of encoders may then have any value that fp16 holds, if exponents for that cost nothing.
+    """
+    module = traced.module
+
+    def scale(stream: ResidualStream | None) -> Scaling:
+        captured = traced.capture(stream)
+        find = functools.partial(find_scaling, stream=stream, whole=False, statements=Statements())
+        found = scale_unmeasured(module, captured, load, find)
+        if not hands_over or not any(map(is_encoded, found.limits)):
+            return found
+        wide = scale_unmeasured(module, captured, load, find, encoded=HIDDEN_STATES)
+        return wide if _price(wide) <= _price(found) else found
+
+    if residual == "native":
+        return scale(None)
+    try:
+        return scale(plan_stream(module, traced.calls, traced.captures))
+    except ScalingError as error:
+        why = error.what
+    return replace(scale(None), note=f"The residual stream is not kept in fp32: {why}")
+
+
+def _price(scaling: Scaling) -> tuple[float, ...]:
+    """Return the cost of exponents: work in fp32, multiplies, values without a bound, digits of weights."""
+    lowest = min((entry for pair in scaling.layers.values() for entry in pair), default=0)
+    rest = scaling.values - scaling.bounded
+    return (scaling.fp32_flops, len(scaling.fp32_modules), len(scaling.multiplies), rest, -lowest)
