@@ -14,6 +14,9 @@ import torch
 
 from stopdown.interception.patches import Place
 
+RESCALED = "stopdown_rescaled"
+"""Attribute of a module while exponents are folded into it, which made it fit fp16."""
+
 _CLAMP = "clamp_"
 
 Folds = Sequence[tuple[Place, int]]
@@ -64,6 +67,19 @@ def list_folds(exponents: Mapping[str, int]) -> dict[str, list[tuple[Place, int]
         bare, place = split_fold_name(name)
         found.setdefault(bare, []).append((place, exponent))
     return found
+
+
+def find_folded_parts(
+    module: torch.nn.Module, exponents: Mapping[str, int]
+) -> list[torch.nn.Module]:
+    """List the parts of a module, itself among them, that hold tensors with exponents."""
+    paths = {""}
+    for name in exponents:
+        path = split_fold_name(name)[0].rpartition(".")[0]
+        while path:
+            paths.add(path)
+            path = path.rpartition(".")[0]
+    return [part for path, part in module.named_modules() if path in paths]
 
 
 def spread_rows(folds: Folds, count: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from stopdown.errors import OutputError, warn_user
-from stopdown.fold_names import Folds
+from stopdown.fold_names import Folds, name_parameters
 from stopdown.number_formats import name_dtype
 
 SHARE = 0.25
@@ -225,6 +225,13 @@ def cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if folder is None or tensor.dtype == dtype:
         return tensor.to(dtype)
     return map_copy(tensor, folder, dtype)
+
+
+def widen_(module: torch.nn.Module) -> None:
+    """Cast every floating parameter and buffer to fp32 in place."""
+    for tensor in name_parameters(module).values():
+        if tensor.is_floating_point():
+            tensor.data = cast_tensor(tensor.data, torch.float32)
 
 
 def map_copy(tensor: torch.Tensor, folder: Path, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -39,6 +39,7 @@ from stopdown.fold_names import read_clamp, split_fold_name
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.answers import reads_values
 from stopdown.module_calls.call_interception import bared
+from stopdown.module_calls.kept_state import run_call
 from stopdown.numerics import iterate_tensors
 from stopdown.plans.exponents import group_calls, leave_out_failing
 from stopdown.records import ComponentPlan, Scaling
@@ -46,7 +47,6 @@ from stopdown.scaling import ComponentCall, fold_scaling, has_more_than_folds
 from stopdown.scaling.exponents.problem import MeasuredCall
 from stopdown.scaling.trials.measurement import Captures, measure_kinds
 from stopdown.scaling.trials.search import find_folds, scale_by_bounds
-from stopdown.scaling.trials.trial import run_call
 from stopdown.sources.single_file_names import read_layouts
 
 EFFECT_LIMIT = 2.0**-11

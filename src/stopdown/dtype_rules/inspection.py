@@ -30,6 +30,7 @@ from stopdown.dtype_rules.tracer import (
     set_origin,
 )
 from stopdown.errors import take_one_line
+from stopdown.fold_names import RESCALED
 from stopdown.interception.autocast import list_autocast
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.module_calls.callee import Callee
@@ -44,7 +45,6 @@ from stopdown.pipelines.dry_run import (
     make_arguments,
 )
 from stopdown.pipelines.requests import refuse_unknown
-from stopdown.scaling.folding.adapters import RESCALED
 
 
 @dataclass

@@ -17,11 +17,11 @@ import torch
 from stopdown.component_call_names import name_module_path, split_module_path
 from stopdown.component_calls.components import find_kept_fp32, read_precisions
 from stopdown.dtype_rules.findings import generalise, make_finding
+from stopdown.fold_names import RESCALED
 from stopdown.number_formats import FORMATS, find_format, list_some, name_dtype
 from stopdown.numerics import HALVES
 from stopdown.plans.adapter_check import read_structure
 from stopdown.records import Finding
-from stopdown.scaling.folding.adapters import RESCALED
 from stopdown.sources.headers import read_rescaled
 
 SUBNORMAL_SHARE = 0.5

@@ -13,13 +13,16 @@ first call that requests hidden states.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from stopdown.interception.code_homes import is_own
 from stopdown.interception.module_paths import OWN_ATTRIBUTES
 from stopdown.interception.patches import Patches
+from stopdown.interception.randomness import find_random
 from stopdown.number_formats import list_some
 from stopdown.numerics import count_writes, has_values
 
@@ -155,3 +158,28 @@ def _mark(found: tuple[Any, Any] | None) -> Any:
     if held is not None:
         return id(value), tuple(map(id, held))
     return (type(value), value) if isinstance(value, bool | int | float | str) else id(value)
+
+
+def run_call(
+    module: torch.nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+) -> tuple[Any, bool]:
+    """Run a call; return its output and whether it drew random numbers. The generators are restored.
+
+    It gets copies of its tensors and containers, so that the same call can be made again.
+    """
+    given = pytree.tree_map_only(torch.Tensor, torch.clone, (args, dict(kwargs or {})))
+    weight = next(module.parameters(), None)
+    device = torch.device("cpu") if weight is None else weight.device
+    sources = find_random(device, pytree.tree_leaves(given))
+    states = [source.read() for source in sources]
+    try:
+        with torch.no_grad():
+            output = call(*given[0], **given[1])
+        pairs = zip(sources, states, strict=True)
+        return output, not all(torch.equal(source.read(), state) for source, state in pairs)
+    finally:
+        for source, state in zip(sources, states, strict=True):
+            source.put(state)

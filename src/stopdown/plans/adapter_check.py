@@ -24,10 +24,11 @@ from stopdown.component_calls.component_interception import intercept_components
 from stopdown.component_calls.components import find_component
 from stopdown.errors import PlanError, warn_user
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.adapter_layers import list_adapter_names
 from stopdown.module_calls.callee import Callee
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import ComponentCall, Rank, intercept, read_headroom
-from stopdown.scaling.folding.adapters import list_adapter_names, list_misfitting, measure_growth
+from stopdown.scaling.folding.adapters import list_misfitting, measure_growth
 
 _REMEDY = (
     "Take the plan off (`applied.undo()`, or load the model again), load the adapter, and then make "

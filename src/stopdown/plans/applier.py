@@ -40,12 +40,12 @@ from stopdown.component_calls.components import (
 from stopdown.component_calls.stated_dtypes import is_upcast, state_dtypes
 from stopdown.diagnosis.texts import REFUSALS, is_refusal
 from stopdown.errors import PlanError, ScalingError, warn_user
-from stopdown.fold_names import name_parameters
+from stopdown.fold_names import RESCALED, find_folded_parts, name_parameters
 from stopdown.interception.accumulation import accumulating
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.module_paths import casts_weights
 from stopdown.interception.patches import Patches, SameInCopies
-from stopdown.mapped_weights import put_
+from stopdown.mapped_weights import put_, widen_
 from stopdown.memory.offloader import Offloader
 from stopdown.module_calls.call_interception import drop_upcast, find_slot, has_layer
 from stopdown.module_calls.callee import Callee
@@ -68,8 +68,6 @@ from stopdown.scaling import (
     load_scaled,
     put_cast,
 )
-from stopdown.scaling.folding.adapters import RESCALED
-from stopdown.scaling.folding.folds import find_folded_parts, widen_
 from stopdown.scaling.watch.call_watch import CopyHook, WatchOptions, find_watch, watch_calls
 from stopdown.sources.source import Source
 from stopdown.sources.sources import fingerprint
@@ -390,7 +388,7 @@ def _watch_saving(
         refuse = functools.partial(_refuse_ip_adapter, type(module).__name__)
         patches.set_attribute(module, _TAKES_IP_ADAPTER, refuse)
     warned = list[bool]()
-    parts = [module] if scaling is None else find_folded_parts(module, scaling)
+    parts = [module] if scaling is None else find_folded_parts(module, scaling.exponents)
     folded = {id(part): part for part in parts}
     for part in parts:
         patches.set_attribute(part, "__reduce_ex__", _Pickling(part))

@@ -34,17 +34,18 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from stopdown.component_call_names import is_inside
 from stopdown.errors import ScalingError
-from stopdown.fold_names import Folds, spread_columns, spread_rows
+from stopdown.fold_names import RESCALED, Folds, spread_columns, spread_rows
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.interception.tracing import is_traced
+from stopdown.module_calls.adapter_layers import (
+    find_role_tensors,
+    is_adapter_layer,
+    list_adapter_layers,
+    list_adapter_names,
+    unwrap_name,
+)
 from stopdown.scaling.bounds.singular_values import estimate_sigma
 from stopdown.scaling_records import Scaling
-
-RESCALED = "stopdown_rescaled"
-"""Attribute that a module has while exponents are folded into it to make it fit fp16: its
-`AdapterFolds`."""
-
-_ROLES = {"lora_magnitude_vector": "magnitude"}
 
 Parts = Mapping[str, torch.Tensor]
 """Maps the role of a tensor in an adapter, as PEFT names it (`lora_B`, `magnitude`), to the tensor."""
@@ -62,37 +63,6 @@ normal numbers end at 2**-14."""
 _ROLES_WITH_RULES = re.compile(r"lora_(A|B|B\.bias|mid|embedding_[AB])|magnitude|diff|diff_b")
 
 
-def is_adapter_layer(module: object) -> bool:
-    """Return whether a module is a PEFT layer that wraps another."""
-    return isinstance(module, torch.nn.Module) and hasattr(type(module), "adapter_layer_names")
-
-
-def unwrap_name(name: str) -> str:
-    """Return a parameter's or module's name without the `base_layer` of adapters around it."""
-    return f"{name}.".replace(".base_layer.", ".").removesuffix(".")
-
-
-def list_adapter_names(layer: Any) -> set[str]:
-    kinds = getattr(layer, "adapter_layer_names", ())
-    return {name for kind in kinds for name in getattr(layer, kind, {})}
-
-
-def find_role_tensors(layer: Any, name: str) -> dict[str, torch.Tensor]:
-    """Map the roles (`lora_B`, `magnitude`) in one adapter of a layer to its tensors."""
-    found: dict[str, torch.Tensor] = {}
-    for kind in layer.adapter_layer_names:
-        holder = getattr(layer, kind, {})
-        if name not in holder:
-            continue
-        part, role = holder[name], _ROLES.get(kind, kind)
-        if isinstance(part, torch.nn.Module):
-            tensors = part.named_parameters()
-            found |= {role if key == "weight" else f"{role}.{key}": x for key, x in tensors}
-        else:
-            found[role] = part
-    return found
-
-
 class AdapterFolds(SameInCopies):
     """Scales the adapters of one module with the exponents of the weights that they are added to."""
 
@@ -108,15 +78,15 @@ class AdapterFolds(SameInCopies):
         self.paths = {part: path for path, part in module.named_modules()}
         self.planned = {
             name
-            for layer in _list_layers(module)
+            for layer in list_adapter_layers(module)
             for name in list_adapter_names(layer)
             if any(f".{name}." in f"{key}." for key in scaling.exponents)
         }
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def put_on(self, patches: Patches) -> None:
-        """Scale present and future adapters of the module until `patches` is undone."""
-        for layer in _list_layers(self.module):
+        """Follow the adapters of the module until `patches` is undone."""
+        for layer in list_adapter_layers(self.module):
             self._see(self.module, "", layer)
         patches.defer(self._take_off)
         patches.set_attribute(self.module, RESCALED, self)  # the only reference
@@ -443,11 +413,11 @@ def keep_merges(module: torch.nn.Module, patches: Patches) -> Callable[[], objec
     Returns:
         A function that unmerges them. `patches` must run it first, so it is deferred last.
     """
-    then = {x: list(x.merged_adapters) for x in _list_layers(module)}
+    then = {x: list(x.merged_adapters) for x in list_adapter_layers(module)}
     out: list[tuple[Any, list[str]]] = []
 
     def take_out() -> None:
-        for layer in _list_layers(module):
+        for layer in list_adapter_layers(module):
             if (names := list(layer.merged_adapters)) != then.get(layer, []):
                 layer.unmerge()
                 out.append((layer, names))
@@ -462,10 +432,6 @@ def keep_merges(module: torch.nn.Module, patches: Patches) -> Callable[[], objec
 
     patches.defer(merge_again)
     return take_out
-
-
-def _list_layers(module: torch.nn.Module) -> list[Any]:
-    return [layer for layer in module.modules() if is_adapter_layer(layer)]
 
 
 def measure_growth(module: torch.nn.Module, name: str) -> tuple[float, str]:
@@ -499,7 +465,7 @@ def _measure_layer(layer: Any, name: str) -> float:
 def list_misfitting(module: torch.nn.Module) -> dict[str, str]:
     """Map each adapter that can't have the exponents of its weights to the reason."""
     found: dict[str, str] = {}
-    for layer in _list_layers(module):
+    for layer in list_adapter_layers(module):
         followed = _find_followed(layer)
         if followed is None:
             why = "it was loaded past what scales it"

@@ -27,7 +27,8 @@ from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.own_hooks import Hook, hook_own_arguments, hook_own_output
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
-from stopdown.mapped_weights import StoredWeight, cast_tensor, put_
+from stopdown.mapped_weights import StoredWeight, cast_tensor, put_, widen_
+from stopdown.module_calls.adapter_layers import unwrap_name
 from stopdown.module_calls.mixed_dtypes import cast_operands
 from stopdown.module_calls.outermost_calls import is_plain
 from stopdown.number_formats import FORMATS, parse_precision
@@ -38,7 +39,7 @@ from stopdown.numerics import (
     measure_amax,
     relative_l2,
 )
-from stopdown.scaling.folding.adapters import AdapterFolds, keep_merges, unwrap_name
+from stopdown.scaling.folding.adapters import AdapterFolds, keep_merges
 from stopdown.scaling.folding.cast_check import CastCheck, find_check
 from stopdown.scaling.folding.clamp_constants import scale_clamps
 from stopdown.scaling.graph.capture import find_kept_buffers, name_aliases
@@ -153,13 +154,6 @@ def _unfold(module: torch.nn.Module, exponents: Mapping[str, int]) -> None:
     """Cast weights to fp32, in which nothing overflows, and remove their exponents."""
     widen_(module)
     _fold_parameters(module, {name: -x for name, x in exponents.items()}, Patches())
-
-
-def widen_(module: torch.nn.Module) -> None:
-    """Cast every floating parameter and buffer to fp32 in place."""
-    for tensor in name_parameters(module).values():
-        if tensor.is_floating_point():
-            tensor.data = cast_tensor(tensor.data, torch.float32)
 
 
 def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:
@@ -442,17 +436,6 @@ def _cast_parts(
             hook = _narrow_outputs if path else _narrow_what_fits
             staying = frozenset[int]() if path else wide_outputs
             _hook_output(module, path, partial(hook, staying, dtype), patches)
-
-
-def find_folded_parts(module: torch.nn.Module, scaling: Scaling) -> list[torch.nn.Module]:
-    """List the module itself and all submodules that own, or contain, tensors with exponents."""
-    paths = {""}
-    for name in scaling.exponents:
-        path = split_fold_name(name)[0].rpartition(".")[0]
-        while path:
-            paths.add(path)
-            path = path.rpartition(".")[0]
-    return [part for path, part in module.named_modules() if path in paths]
 
 
 def restrict_scaling(scaling: Scaling, path: str) -> Scaling:

@@ -26,6 +26,7 @@ from stopdown.errors import CaptureError, ScalingError, TrialError
 from stopdown.fold_names import name_parameters
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.call import PlainCall
+from stopdown.module_calls.kept_state import run_call
 from stopdown.number_formats import list_some
 from stopdown.numerics import (
     count_attention_on_cpu,
@@ -35,7 +36,7 @@ from stopdown.numerics import (
 )
 from stopdown.scaling.exponents.solver import ASKED_BITS
 from stopdown.scaling.graph.capture import find_kept_buffers
-from stopdown.scaling.trials.trial import Reference, count_layer_flops, run_call, try_scaling
+from stopdown.scaling.trials.trial import Reference, count_layer_flops, try_scaling
 from stopdown.scaling_records import ResidualStream, Scaling
 
 Failure = CaptureError | ScalingError

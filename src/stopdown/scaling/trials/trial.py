@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,9 +32,8 @@ from torch.utils import _pytree as pytree
 from stopdown.errors import ScalingError, TrialError, take_first_line
 from stopdown.interception.autocast import watched_autocast
 from stopdown.interception.patches import Patches
-from stopdown.interception.randomness import find_random
 from stopdown.module_calls.call import PlainCall
-from stopdown.module_calls.kept_state import KeptState, describe_kept
+from stopdown.module_calls.kept_state import KeptState, describe_kept, run_call
 from stopdown.module_calls.mixed_dtypes import PRODUCT_FUNCTIONS
 from stopdown.numerics import (
     count_flops,
@@ -166,31 +165,6 @@ def _run_counted(module: torch.nn.Module, call: PlainCall, *, is_fp32: bool) -> 
     with _counting(module) as counts, watched_autocast(is_off=is_fp32):
         output, draws = run_call(module, *call)
     return Run(output, draws, sum(counts))
-
-
-def run_call(
-    module: torch.nn.Module,
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-) -> tuple[Any, bool]:
-    """Run a call; return its output and whether it drew random numbers. The generators are restored.
-
-    It receives copies of its tensors and containers, so that the call can be repeated.
-    """
-    given = pytree.tree_map_only(torch.Tensor, torch.clone, (args, dict(kwargs or {})))
-    weight = next(module.parameters(), None)
-    device = torch.device("cpu") if weight is None else weight.device
-    sources = find_random(device, pytree.tree_leaves(given))
-    states = [source.read() for source in sources]
-    try:
-        with torch.no_grad():
-            output = call(*given[0], **given[1])
-        pairs = zip(sources, states, strict=True)
-        return output, not all(torch.equal(source.read(), state) for source, state in pairs)
-    finally:
-        for source, state in zip(sources, states, strict=True):
-            source.put(state)
 
 
 def count_layer_flops(layer: Any, given: torch.Tensor, output: torch.Tensor) -> float:

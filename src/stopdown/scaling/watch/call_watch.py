@@ -38,6 +38,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.errors import ScalingError, warn_user
+from stopdown.fold_names import find_folded_parts
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.patches import Patches, SameInCopies
@@ -70,7 +71,6 @@ from stopdown.numerics import (
 )
 from stopdown.scaling.folding.folds import (
     call_unmeasured,
-    find_folded_parts,
     narrow_if_exact,
     widen_outputs,
 )
@@ -206,7 +206,7 @@ class CallWatch(SameInCopies):
         put_layer(self.module, "compile", self._compile, self._own, Rank.EXPONENTS)
         listen(self._meet, self._own)
         self._own.set_attribute(self.module, "_replicate_for_data_parallel", self._refuse_replicas)
-        for part in find_folded_parts(self.module, self.scaling):
+        for part in find_folded_parts(self.module, self.scaling.exponents):
             self._own.set_attribute(part, "stopdown_copies", _PartCopies(self))
         show_parts(self._parts)
         self.known.settings.note()

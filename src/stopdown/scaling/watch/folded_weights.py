@@ -17,10 +17,11 @@ import torch
 from stopdown.errors import ScalingError
 from stopdown.fold_names import split_fold_name
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.adapter_layers import unwrap_name
 from stopdown.module_calls.outermost_calls import is_in_training, is_plain
 from stopdown.number_formats import list_some, name_dtype
 from stopdown.numerics import count_writes, has_values
-from stopdown.scaling.folding.adapters import refuse_gradient, unwrap_name
+from stopdown.scaling.folding.adapters import refuse_gradient
 from stopdown.scaling_records import Scaling
 
 

@@ -1,0 +1,46 @@
+"""Layers that PEFT puts around others, known by their attributes: no PEFT is imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_ROLES = {"lora_magnitude_vector": "magnitude"}
+
+
+def is_adapter_layer(module: object) -> bool:
+    """Return whether a module is a layer that PEFT put around another."""
+    return isinstance(module, torch.nn.Module) and hasattr(type(module), "adapter_layer_names")
+
+
+def unwrap_name(name: str) -> str:
+    """Return the name that a parameter or module has without adapters around it."""
+    return f"{name}.".replace(".base_layer.", ".").removesuffix(".")
+
+
+def list_adapter_names(layer: Any) -> set[str]:
+    """Return the names of the adapters that a layer has, in use or not."""
+    kinds = getattr(layer, "adapter_layer_names", ())
+    return {name for kind in kinds for name in getattr(layer, kind, {})}
+
+
+def find_role_tensors(layer: Any, name: str) -> dict[str, torch.Tensor]:
+    """Map the roles in one adapter of a layer to its tensors."""
+    found: dict[str, torch.Tensor] = {}
+    for kind in layer.adapter_layer_names:
+        holder = getattr(layer, kind, {})
+        if name not in holder:
+            continue
+        part, role = holder[name], _ROLES.get(kind, kind)
+        if isinstance(part, torch.nn.Module):
+            tensors = part.named_parameters()
+            found |= {role if key == "weight" else f"{role}.{key}": x for key, x in tensors}
+        else:
+            found[role] = part
+    return found
+
+
+def list_adapter_layers(module: torch.nn.Module) -> list[Any]:
+    """List the layers of a module that PEFT put around others."""
+    return [layer for layer in module.modules() if is_adapter_layer(layer)]
