@@ -22,7 +22,7 @@ from stopdown import rescale_
 from stopdown.fold_names import name_parameters
 from stopdown.plans.certificate_files import export_calls
 from stopdown.records import ComponentPlan, Scaling
-from stopdown.scaling.trials.measurement import Captures
+from stopdown.scaling.trials.traced_calls import TracedCalls
 
 FILE = "diffusion_pytorch_model.safetensors"
 
@@ -114,6 +114,13 @@ NETS: dict[str, tuple[Callable[[], tuple[nn.Module, tuple[Any, ...]]], str, int,
 """Each with the weights that are made larger, by how many bits, and exponents that are not searched for."""
 
 
+def trace(module: nn.Module, calls: Sequence[Call]) -> TracedCalls:
+    """Plain calls of a module, with its captures to come."""
+    traced = TracedCalls(module, ())
+    traced.calls += calls
+    return traced
+
+
 def certify_call(
     module: nn.Module, calls: Sequence[Call], folder: Path, scaling: Scaling | None = None
 ) -> dict[str, Any]:
@@ -130,10 +137,8 @@ def certify_call(
     place.mkdir(parents=True)
     save_model(module, str(place / FILE))
     entry = ComponentPlan("net", precision="fp16", scaling=scaling)
-    captures = Captures()
-    captured = [(captures.take(call), *call[1:]) for call in calls]
     load = name_parameters(module).__getitem__
-    stated = export_calls(module, entry, captured, folder, [FILE], load)
+    stated = export_calls(trace(module, calls), entry, folder, [FILE], load)
     stopdown_verify.check_component(stated, folder, write=True)
     made = {"kind": "certificate", "plan": "", "components": [stated], "left": {}}
     return {**made, "seal": stopdown_verify.seal(made)}

@@ -18,7 +18,7 @@ from stopdown.scaling import certificate
 from stopdown.scaling.bounds.known_values import Bounds
 from stopdown.scaling.certificate import BoundedCalls
 from stopdown.scaling.trials import search
-from stopdown.scaling.trials.traced_calls import TracedCalls, certify_component
+from stopdown.scaling.trials.traced_calls import TracedCalls
 
 
 def make_encoder() -> tuple[torch.nn.Module, ComponentCall]:
@@ -76,7 +76,7 @@ def certify(module: torch.nn.Module, call: ComponentCall, load: Any) -> tuple[An
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "bound_kinds", keep)
         traced = TracedCalls(module, [call])
-        return certify_component(traced, "fp32", load, hands_over=False), found
+        return traced.certify("fp32", load), found
 
 
 def check_bounds(module: torch.nn.Module, call: ComponentCall, device: Device) -> None:

@@ -54,6 +54,7 @@ from stopdown.plans.plan_files import seal_plan
 from stopdown.records import ComponentPlan, Conversion, Plan, Scaling, from_json
 from stopdown.scaling.folding.folds import fold_scaling, load_scaled
 from stopdown.scaling.rescale import rescale_
+from stopdown.scaling.trials import folds_alone
 from stopdown.sources.single_file_names import Layout
 from stopdown.sources.sources import resolve_source
 from stopdown.testing import make_pipeline
@@ -603,7 +604,7 @@ def test_exponents_found_anew_rest_on_bounds(
     measured = dataclasses.replace(entry.scaling, multiplies={"encoder.block.0": -2})
     plain = express_component(module, dataclasses.replace(entry, scaling=measured), lambda: [call])
     assert (plain.anew, plain.scaling.certified) == (True, False)
-    monkeypatch.setattr(file_exponents, "scale_by_bounds", _refuse)
+    monkeypatch.setattr(folds_alone, "scale_by_bounds", _refuse)
     assert not express_component(module, planned, lambda: [call]).scaling.certified
 
 
@@ -642,11 +643,11 @@ def test_an_effect_beyond_the_limit_is_refused(
     folder, plan = save_planned("sd", "native")
     monkeypatch.setattr(file_exponents, "_measure_effect", lambda *_: {"effect": 0.25, "calls": 9})
     monkeypatch.setattr(
-        file_exponents,
+        folds_alone,
         "measure_kinds",
         lambda *_: [SimpleNamespace(measured=None, capture=SimpleNamespace(signature="forward()"))],
     )
-    monkeypatch.setattr(file_exponents, "find_folds", lambda *_, **__: None)
+    monkeypatch.setattr(folds_alone.FoldsAlone, "find", lambda *_, **__: None)
     with pytest.raises(OptionError) as caught:
         convert_made("sd", folder, tmp_path / "out", plan, leave=["vae"])
     assert str(caught.value) == (

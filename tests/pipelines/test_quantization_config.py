@@ -27,7 +27,7 @@ from stopdown.quantizers.script_loading import join_config_plans
 from stopdown.records import Plan
 from stopdown.runtime import repairs
 from stopdown.runtime.guard import guard
-from stopdown.scaling.watch.call_watch import find_watch
+from stopdown.scaling.watch.call_watch import CallWatch
 from stopdown.scaling.watch.known_calls import KnownCalls
 from stopdown.testing import save_pipeline
 from test_public import run_fresh
@@ -431,7 +431,7 @@ def test_what_libraries_set_afterwards_leads_nowhere(
     config = stopdown.quantization(cogvideox)
     pipe = load_plain(cogvideox, FP16, quantization_config=config, **options)
     call_pipeline(pipe, "cogvideox")
-    watches = [find_watch(getattr(pipe, x)) for x in ("transformer", "text_encoder")]
+    watches = [CallWatch.find(getattr(pipe, x)) for x in ("transformer", "text_encoder")]
     for watch in watches:
         assert watch is not None
         assert {name for name, _ in watch.known.verdicts} == set(watch.scaling.signatures)

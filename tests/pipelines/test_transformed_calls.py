@@ -22,7 +22,7 @@ from stopdown.plans.calibrated import measure_plan
 from stopdown.records import Plan
 from stopdown.runtime.guard import Guard, guard
 from stopdown.scaling.rescale import rescale_
-from stopdown.scaling.watch.call_watch import find_watch
+from stopdown.scaling.watch.call_watch import CallWatch
 
 SCALE = 1024.0
 """What losses are multiplied with, as always in fp16."""
@@ -206,7 +206,7 @@ def test_a_backward_pass_after_the_exponents(
     applied = put({"part": module}, plan)
 
     def other() -> None:
-        watch = find_watch(module)
+        watch = CallWatch.find(module)
         assert watch is not None
         watch.known.verdicts = dict.fromkeys(
             watch.known.verdicts

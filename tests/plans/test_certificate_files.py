@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import stopdown_verify
 from models.bound_ascent import bound_one, climb
+from models.certified_nets import trace
 from models.rescaling_models import make_example
 from stopdown import rescale_
 from stopdown.errors import SourceError
@@ -459,7 +460,7 @@ class Moving(torch.nn.Module):
 
 
 def export_net(
-    module: torch.nn.Module, captured: list[Any], folder: Path, scaling: Scaling | None = None
+    module: torch.nn.Module, calls: list[Any], folder: Path, scaling: Scaling | None = None
 ) -> Any:
     """What a certificate says of a module, whose weights are saved as those of the component `net`."""
     from safetensors.torch import save_model
@@ -468,7 +469,7 @@ def export_net(
     save_model(module, str(folder / "net" / "a.safetensors"))
     entry = ComponentPlan("net", precision="fp16", scaling=scaling or Scaling())
     load = name_parameters(module).__getitem__
-    return export_calls(module, entry, captured, folder, ["a.safetensors"], load)
+    return export_calls(trace(module, calls), entry, folder, ["a.safetensors"], load)
 
 
 def read_graph(stated: dict[str, Any], folder: Path) -> stopdown_verify.Graph:
@@ -565,8 +566,7 @@ class Embedded(torch.nn.Module):
 def test_lengths_of_rows_are_asked_for_through_sums(tmp_path):
     """The rows of both embeddings have witnesses of singular values: their sum is read by a linear."""
     module, x = Embedded().requires_grad_(False), torch.ones(2, 8)
-    captured = [(bound_one(module, module, (x,), {}).capture, (x,), {})]
-    stated = export_net(module, captured, tmp_path)
+    stated = export_net(module, [(module, (x,), {})], tmp_path)
     asked = {n["weight"]: "sigma" in n for n in stated["graphs"][0]["nodes"] if "weight" in n}
     assert asked == {"time.weight": True, "text.weight": True, "out.weight": False}
 
@@ -779,8 +779,7 @@ def test_ascent_finds_no_value_beyond_its_bound(name, tmp_path):
     rescaling = rescale_(module, calls=calls, ranges="bound")
     rescaling.undo()
     cases = [bound_one(module, *call) for call in calls]
-    captured = [(case.capture, *call[1:]) for case, call in zip(cases, calls, strict=True)]
-    stated = export_net(module, captured, tmp_path, rescaling.scaling)
+    stated = export_net(module, calls, tmp_path, rescaling.scaling)
     stopdown_verify.check_component(stated, tmp_path, write=True)
     rng, nearest = random.Random(0), 0.0
     for case, graph in zip(cases, stated["graphs"], strict=True):
@@ -816,8 +815,7 @@ def test_what_rests_on_measurement_is_not_covered(tmp_path):
     rescaling = rescale_(module, given)
     rescaling.undo()
     assert rescaling.scaling.exponents == {"0.weight": -1, "1.weight": 1}
-    captured = [(bound_one(module, module, given, {}).capture, given, {})]
-    stated = export_net(module, captured, tmp_path, rescaling.scaling)
+    stated = export_net(module, [(module, given, {})], tmp_path, rescaling.scaling)
     stopdown_verify.check_component(stated, tmp_path, write=True)
     assert stated["uncovered"] == ["0:linear"]
     assert stopdown_verify.check_component(stated, tmp_path)[2] == ["0:linear"]

@@ -33,7 +33,7 @@ from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling.graph import (
     capture,
 )
-from stopdown.scaling.trials.traced_calls import TracedCalls, certify_component
+from stopdown.scaling.trials.traced_calls import TracedCalls
 from stopdown.sources.source import Source
 from stopdown.sources.sources import resolve_source
 
@@ -214,9 +214,7 @@ def test_hidden_states_of_an_encoder_may_be_large(name: str, limit: float) -> No
     call = make_call(*args, **kwargs)
     load = name_parameters(module).__getitem__
     for hands_over in (False, True):
-        scaling = certify_component(
-            TracedCalls(module, [call]), "native", load, hands_over=hands_over
-        )
+        scaling = TracedCalls(module, [call]).certify("native", load, hands_over=hands_over)
         found = [x for key, x in scaling.limits.items() if is_encoded(key)]
         assert found == [limit if hands_over else 128.0]
 

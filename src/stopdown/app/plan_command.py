@@ -103,7 +103,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     load_libraries(display)
     from stopdown.plans.certificate_files import write_certificate
     from stopdown.plans.certified import Scope, certify_plan
-    from stopdown.scaling.trials.traced_calls import TracedCalls
+    from stopdown.scaling import TracedCalls
     from stopdown.sources.library_messages import quiet_libraries
 
     traced = dict[str, TracedCalls]()

@@ -43,10 +43,7 @@ from stopdown.module_calls.kept_state import run_call
 from stopdown.numerics import iterate_tensors
 from stopdown.plans.exponents import group_calls, leave_out_failing
 from stopdown.records import ComponentPlan, Scaling
-from stopdown.scaling import ComponentCall, fold_scaling, has_more_than_folds
-from stopdown.scaling.exponents.problem import MeasuredCall
-from stopdown.scaling.trials.measurement import Captures, measure_kinds
-from stopdown.scaling.trials.search import find_folds, scale_by_bounds
+from stopdown.scaling import ComponentCall, FoldsAlone, fold_scaling, has_more_than_folds
 from stopdown.sources.single_file_names import read_layouts
 
 EFFECT_LIMIT = 2.0**-11
@@ -55,7 +52,8 @@ EFFECT_LIMIT = 2.0**-11
 INVISIBLE = (0.0, 2.0**-24, 2.0**-20, 2.0**-16)
 """Relative changes of a norm's output up to which its eps may stay unscaled, in the order of trials."""
 
-_Find = Callable[[torch.nn.Module, Sequence[MeasuredCall]], Scaling | None]
+_Freedom = Mapping[str, Any]
+"""Arguments of `FoldsAlone.find`: which eps may change."""
 
 Fields = Mapping[str, frozenset[str]]
 """Maps a configuration field to the eps attributes that it sets, as `module.path.attribute`."""
@@ -125,18 +123,16 @@ def express_component(
         )
     search = _Search(module, calls, fields, narrow)
     with bared(module):
-        best, found_by = search.find_best(planned, certified=bool(entry.in_force.certified))
-        if best is not None and found_by is not None and rests_on_bounds(entry.in_force):
+        best, freedom = search.find_best(planned, certified=bool(entry.in_force.certified))
+        if best is not None and freedom is not None and rests_on_bounds(entry.in_force):
             ranges = "auto" if entry.calls and not entry.in_force.certified else "bound"
-            best = search.certify(best, found_by, ranges)
+            best = search.certify(best, freedom, ranges)
     if best is None:
         raise ScalingError(
             "Powers of two in its weights alone do not keep it in fp16's range; its plan has "
             f"{describe_rest(entry)}."
         )
-    captures = (kind.capture for kind in search._kinds)
-    signatures = tuple(sorted({capture.signature for capture in captures}))
-    return replace(best, scaling=replace(best.scaling, signatures=signatures))
+    return replace(best, scaling=replace(best.scaling, signatures=search.folds.signatures))
 
 
 def describe_rest(entry: ComponentPlan) -> str:
@@ -185,69 +181,56 @@ class _Search:
     narrow: Collection[str]
 
     @functools.cached_property
-    def _kinds(self) -> list[MeasuredCall]:
-        """Captures of each kind of call; made-up calls that cannot be captured are left out."""
-        kinds: list[MeasuredCall] = []
+    def folds(self) -> FoldsAlone:
+        """All kinds of calls, measured, except for made-up calls that cannot be captured."""
+        found = FoldsAlone(self.module)
         for group in group_calls(self.calls):
             try:
-                placed = [call.place(self.module) for call in group]
-                kinds += measure_kinds(self.module, [placed], Captures(), None)
+                found.measure([call.place(self.module) for call in group])
             except (CaptureError, ScalingError):
                 if not group[0].made_up:
                     raise
-        return kinds
+        return found
 
     def find_best(
         self, planned: FileExponents | None, *, certified: bool
-    ) -> tuple[FileExponents | None, _Find | None]:
-        """Find the exponents with the least effect on the outputs; stop at the first that is small enough.
-
-        Args:
-            planned: the plan's own exponents; None if they are more than folds.
-            certified: whether the plan is certified, so that an effect up to `EFFECT_LIMIT` is accepted.
+    ) -> tuple[FileExponents | None, _Freedom | None]:
+        """Find the exponents with the least effect on the outputs, or with one small enough.
 
         Returns:
-            The exponents, or None; and the search that found them, None for the plan's own.
+            The exponents, None if there are none; and which eps could change, None for the plan's own.
         """
         best: FileExponents | None = None
-        found_by: _Find | None = None
+        freedom: _Freedom | None = None
         if planned is not None and not self.narrow:
             best = self._measure(planned)
             if best.effect <= (EFFECT_LIMIT if certified else 0.0):
                 return best, None
-        for find, most in self._list_finds(planned):
-            found = find(self.module, self._kinds)
+        for given, most in self._list_freedoms(planned):
+            found = self.folds.find(**given)
             if found is None:
                 continue
             tried = self._measure(_write_eps(self.module, found, self.fields, anew=True))
             if best is None or tried.effect < best.effect:
-                best, found_by = tried, find
+                best, freedom = tried, given
             if best.effect <= most:
                 break
         if best is None and planned is not None:
             best = self._measure(planned)
-        return best, found_by
+        return best, freedom
 
-    def certify(self, best: FileExponents, find: _Find, ranges: str) -> FileExponents:
-        """Run a search again with limits from bounds; return `best` if it finds no exponents within them.
+    def certify(self, best: FileExponents, freedom: _Freedom, ranges: str) -> FileExponents:
+        """Find the same kind of exponents with as many bounds as keep the effect on outputs small enough.
 
-        Args:
-            best: exponents that `find` found before.
-            ranges: `bound` or `auto`, as for `scale_by_bounds`.
-
-        Cost: that of `scale_by_bounds`, and after each solution a forward pass in fp32 for each call.
+        Cost: as for `FoldsAlone.find_bounded`, and after each solution a forward in fp32 for each call.
         """
         most = max(best.effect, EFFECT_LIMIT)
 
-        def demand(module: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
-            if (found := find(module, calls)) is None:
-                raise ScalingError("Folds alone do not keep it in range.")
-            if self._measure(_write_eps(module, found, self.fields)).effect > most:
-                raise ScalingError("Its eps would have to change with it.")
-            return found
+        def accepts(found: Scaling) -> bool:
+            return self._measure(_write_eps(self.module, found, self.fields)).effect <= most
 
         try:
-            scaling = scale_by_bounds(self.module, self._kinds, ranges, demand)
+            scaling = self.folds.find_bounded(ranges, accepts, **freedom)
         except ScalingError:
             return best
         if not scaling.bounded:
@@ -262,13 +245,13 @@ class _Search:
     def _before(self) -> list[torch.Tensor]:
         return list(_run(self.module, self.calls))
 
-    def _list_finds(self, planned: FileExponents | None) -> Iterator[tuple[_Find, float]]:
-        """Yield searches that may scale ever more eps, each with the effect at which to stop."""
-        groups, find = list(self.fields.values()), functools.partial(find_folds, narrow=self.narrow)
+    def _list_freedoms(self, planned: FileExponents | None) -> Iterator[tuple[_Freedom, float]]:
+        """Yield which eps may change, the fewest first, each with the effect at which to stop."""
+        groups = list(self.fields.values())
         for free, most in _list_free(self.module, planned, self.calls):
-            yield functools.partial(find, groups=groups, free=free), most
+            yield {"groups": groups, "free": free, "narrow": self.narrow}, most
         if groups:
-            yield functools.partial(find, free=None), EFFECT_LIMIT
+            yield {"free": None, "narrow": self.narrow}, EFFECT_LIMIT
 
 
 def _list_free(

@@ -54,8 +54,7 @@ from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.exponents import describe_unscaled, scale_component
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Conversion
-from stopdown.scaling import ComponentCall, capture_call
-from stopdown.scaling.trials.search import scale_unmeasured
+from stopdown.scaling import ComponentCall, TracedCalls
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.headers import find_weights, read_header, read_rescaled, refusing_damage
 from stopdown.sources.hub import download_component
@@ -299,11 +298,7 @@ def _plan(
     if not certify:
         scaling, _ = scale_component(module, calls)
         return describe_scaling(bare, scaling, "fp16", len(calls))
-    captured = [
-        (capture_call(module, x.args, x.kwargs, dtype=torch.float16), x.args, x.kwargs)
-        for x in calls
-    ]
-    scaling = scale_unmeasured(module, captured, name_parameters(module).__getitem__)
+    scaling = TracedCalls(module, calls).certify("native", name_parameters(module).__getitem__)
     entry = dataclasses.replace(bare, scaling=scaling)
     if not scaling.certified or scaling.fp32_modules or scaling.multiplies:
         rest = f"with {describe_rest(entry)}" if scaling.fp32_modules or scaling.multiplies else ""

@@ -57,9 +57,11 @@ from stopdown.plans.plan_files import read_class_versions, take_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling import (
+    CallWatch,
     ComponentCall,
     Rank,
     StoredWeight,
+    WatchOptions,
     cast_,
     fold_scaling,
     has_more_than_folds,
@@ -68,7 +70,7 @@ from stopdown.scaling import (
     load_scaled,
     put_cast,
 )
-from stopdown.scaling.watch.call_watch import CopyHook, WatchOptions, find_watch, watch_calls
+from stopdown.scaling.watch.call_watch import CopyHook
 from stopdown.sources.source import Source
 from stopdown.sources.sources import fingerprint
 from stopdown.weight_checks import find_quantised
@@ -326,7 +328,7 @@ def apply_precision(
         patches.set_attribute(module, PLANNED, True)
     put = functools.partial(_put_precision, module, precision, scaling, cast, fold)
     if scaling is not None and fold:
-        watch_calls(module, scaling, put, patches, watch, casts=cast)
+        CallWatch.watch(module, scaling, put, patches, watch, casts=cast)
     else:
         put(patches)
 
@@ -465,7 +467,7 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches, *, keeps_upcast: boo
     dropping = () if keeps_upcast else halves
     upcast = {name for name in dropping if drop_upcast(_find(pipe, name), patches)}
     for name in upcast:
-        if (watch := find_watch(_find(pipe, name))) is not None:
+        if (watch := CallWatch.find(_find(pipe, name))) is not None:
             watch.accept_settings()  # else its first call is traced, as of code that goes elsewhere
 
     def put(callee: Callee, layers: Patches) -> None:
@@ -643,7 +645,7 @@ def _load_precision(
         layers.defer(load_scaled(module, dtype, scaling, put).undo)
 
     _watch_saving(module, scaling, patches, savers)
-    watch_calls(module, scaling, put_on, patches, WatchOptions(entry.component))
+    CallWatch.watch(module, scaling, put_on, patches, WatchOptions(entry.component))
 
 
 def explain_foreign_casts(pipe: Any, plan: Plan, patches: Patches) -> None:

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import stopdown_verify
 from stopdown.errors import SourceError
 from stopdown.files.outputs import written_beside
@@ -24,9 +22,7 @@ from stopdown.pipelines.loader import complete_source
 from stopdown.plans.certified import find_tied_names as find_tied
 from stopdown.plans.certified import open_component
 from stopdown.records import ComponentPlan, Plan, describe_other
-from stopdown.scaling import Capture
-from stopdown.scaling.certificate_graphs import export_graphs
-from stopdown.scaling.trials.traced_calls import TracedCalls
+from stopdown.scaling import TracedCalls
 from stopdown.sources.hub import Progress
 from stopdown.sources.source import Source, list_weight_files
 
@@ -77,32 +73,24 @@ def _export_component(
 ) -> dict[str, Any]:
     name, module = entry.component, traced.module
     files = [path.name for path in list_weight_files(source)[name]]
-    captured = traced.capture(entry.in_force.stream)
     if progress is not None:
         progress("certificate", name, 0, len(files))
     with open_component(source, name, module) as load:
-        made = export_calls(module, entry, captured, source.path, files, load)
+        made = export_calls(traced, entry, source.path, files, load)
     stopdown_verify.check_component(made, source.path, write=True)
     return made
 
 
 def export_calls(
-    module: torch.nn.Module,
+    traced: TracedCalls,
     entry: ComponentPlan,
-    captured: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
     folder: Path,
     files: Sequence[str],
     load: Load,
 ) -> dict[str, Any]:
-    """Translate a component's captured calls into rules of `stopdown_verify`, without bounds.
-
-    Args:
-        captured: each capture with its call's arguments.
-        folder: the pipeline's folder.
-        files: names of the component's weight files.
-    """
+    """Put the calls of a component into the rules of the checker, which has yet to fill in bounds."""
     tensors = stopdown_verify.open_weights(folder / entry.component, files, {})
-    made = export_graphs(module, entry.in_force, captured, tensors, find_tied(module), load)
+    made = traced.export(entry.in_force, tensors, find_tied(traced.module), load)
     return {
         "component": entry.component,
         "class": entry.class_name,

@@ -81,8 +81,7 @@ from stopdown.plans.precision import (
 )
 from stopdown.plans.weight_fingerprints import join_samples, sample_weights, take_samples
 from stopdown.records import ComponentPlan, Plan, Scaling, Trial
-from stopdown.scaling import ComponentCall
-from stopdown.scaling.trials.traced_calls import TracedCalls, certify_component
+from stopdown.scaling import ComponentCall, TracedCalls
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.headers import StoredTensor, read_header
 from stopdown.sources.hub import Progress
@@ -307,7 +306,7 @@ def _sign_program(
 
 
 def _hands_over(calls: Mapping[str, Sequence[ComponentCall]]) -> bool:
-    """Return whether the pipeline asks an encoder for hidden states (`output_hidden_states`)."""
+    """Return whether an encoder returns hidden states, as in `TracedCalls.certify`."""
     recorded = [call for made in calls.values() for call in made]
     return any(call.kwargs.get("output_hidden_states") for call in recorded)
 
@@ -328,12 +327,9 @@ def list_planned(source: Source) -> list[str]:
 class _Context:
     """The options that all components of a plan share.
 
-    Attributes:
-        stored: component → format → bytes on disk.
-        others: component → another precision than fp16.
-        unseen: the reason why a dry run ended early, so that calls may be missing.
-        hands_over: as for `certify_component`.
-        left: precision of components that can't be planned; "" chooses it by their stored format.
+    `stored` counts the bytes of each format; `others` are planned in another precision; `unseen` says why
+    calls of some are not known; `hands_over` is as of `TracedCalls.certify`; `left` is the precision of
+    what cannot be planned, "" by what is stored.
     """
 
     stored: Mapping[str, Mapping[str, int]]
@@ -427,10 +423,8 @@ def _plan_component(
 
 
 def _scale_near(context: _Context, traced: TracedCalls, load: Load) -> Scaling:
-    """Call `certify_component` with large weights on an accelerator; on the CPU if its memory runs out."""
-    scale = functools.partial(
-        certify_component, traced, context.residual, hands_over=context.hands_over
-    )
+    """Certify a component's calls, on an accelerator while its memory allows."""
+    scale = functools.partial(traced.certify, context.residual, hands_over=context.hands_over)
     if (near := bring_near(load, context.device)) is not None:
         try:
             return scale(near)

@@ -16,8 +16,7 @@ import torch
 
 from stopdown.errors import CaptureError, ScalingError, StopdownError, take_first_line
 from stopdown.records import Scaling
-from stopdown.scaling import ComponentCall
-from stopdown.scaling.trials.search import scale_calls
+from stopdown.scaling import ComponentCall, scale_calls
 from stopdown.weight_checks import check_weights
 
 _MADE_UP = "Encoding was measured on what the decoder gave, because the pipeline does not encode."

@@ -47,9 +47,8 @@ from stopdown.quantizers.config import StopdownConfig
 from stopdown.records import ComponentPlan, Plan
 from stopdown.runtime.guard import Guard
 from stopdown.runtime.repairs import Component
-from stopdown.scaling import StoredWeight, put_cast
+from stopdown.scaling import CallWatch, StoredWeight, put_cast
 from stopdown.scaling.folding.folds import locate_folds
-from stopdown.scaling.watch.call_watch import find_watch
 from stopdown.sources.source import Source
 from stopdown.sources.sources import resolve_source
 
@@ -173,7 +172,7 @@ class ModelLoad(SameInCopies):
         if self.bare is not None:
             self.plan = None
             return None
-        if (watch := find_watch(module)) is not None:
+        if (watch := CallWatch.find(module)) is not None:
             watch.note_arrived()
         component = self.entry.component
         assert self.plan is not None

@@ -29,8 +29,8 @@ from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import FP16, find_format, name_dtype
 from stopdown.numerics import HALVES, bound_values, iterate_tensors, measure_amax
+from stopdown.operations import find_operation
 from stopdown.runtime.hidden_values import FUNCTIONS, load_compiler
-from stopdown.scaling import find_operation
 
 _HIDING = ("clamp", "nan_to_num")
 _HIDING_NAMES = {*FUNCTIONS, "_to_copy", "index_put"}

@@ -48,7 +48,7 @@ from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
 from stopdown.runtime.repairs import WholeInFp32Error, cast_component, computes_bf16
 from stopdown.runtime.run_check import FaultOrigin
 from stopdown.runtime.session import Session
-from stopdown.scaling.watch.call_watch import find_watch
+from stopdown.scaling import CallWatch
 from stopdown.scaling_records import describe_least
 
 LARGE = 10**8
@@ -231,7 +231,7 @@ class FaultHandler:
         """Repeat the call after a repair that another thread made meanwhile."""
         guarded = fault.guarded
         guarded.latest.restore()
-        watch = find_watch(guarded.module)
+        watch = CallWatch.find(guarded.module)
         if watch is not None and not watch.holds_for(fault.call):
             self._begin_again(fault)
         output = fault.call.proceed()

@@ -52,9 +52,15 @@ from stopdown.runtime.activation_maxima import Notes, put_sensors
 from stopdown.runtime.kept_code import KeptCode
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import Remedy, list_remedies
-from stopdown.scaling import ComponentCall, cast_, read_headroom
-from stopdown.scaling.trials.observed_calls import ObservedCalls
-from stopdown.scaling.watch.call_watch import Refusal, WatchOptions, find_watch
+from stopdown.scaling import (
+    CallWatch,
+    ComponentCall,
+    ObservedCalls,
+    Refusal,
+    WatchOptions,
+    cast_,
+    read_headroom,
+)
 
 
 def cast_component(precision: str) -> ComponentPlan:
@@ -175,7 +181,7 @@ class Component:
         self._help_watch(self._under.help)
 
     def _help_watch(self, options: WatchOptions) -> None:
-        if (watch := find_watch(self.module)) is not None:
+        if (watch := CallWatch.find(self.module)) is not None:
             watch.take_help(options)
 
     def _list_help(self) -> WatchOptions:

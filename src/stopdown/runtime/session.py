@@ -61,8 +61,7 @@ from stopdown.runtime.kept_code import KeptCode
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import ON_FAULT, OnFault
 from stopdown.runtime.repairs import Calibration, Component, RepairCache
-from stopdown.scaling import ComponentCall, Rank, intercept
-from stopdown.scaling.watch.call_watch import find_watch, scale_ends
+from stopdown.scaling import CallWatch, ComponentCall, Rank, intercept
 from stopdown.sources.hub import Progress
 
 _PATIENCE_S = 0.01
@@ -297,7 +296,7 @@ class Session(SameInCopies):
         ):
             intercept(callee, layer, guarded.patches, rank)
         if callee.owner is not state.module:  # compiled code goes past the layers of the module
-            ends = functools.partial(scale_ends, state.module)
+            ends = functools.partial(CallWatch.scale_ends, state.module)
             intercept(callee, ends, guarded.patches, Rank.ENDS)
         whole = "_call_impl" if slot == "forward" else slot  # with the hooks of the module
         turn = functools.partial(self._call_whole, guarded)
@@ -386,7 +385,7 @@ class Session(SameInCopies):
 
         One of a module with exponents needs no repair.
         """
-        if is_traced() or not is_transformed() or find_watch(module) is not None:
+        if is_traced() or not is_transformed() or CallWatch.find(module) is not None:
             return
         if any(x.dtype == torch.float16 for x in module.parameters()):
             self.log.leave(
@@ -439,14 +438,14 @@ class Session(SameInCopies):
 
         Where exponents are on, the layer that asks for them sees to it.
         """
-        watch = find_watch(guarded.module)
+        watch = CallWatch.find(guarded.module)
         if is_changing() or (watch is not None and watch.has_call_here):
             return call.proceed()
         is_wrapped = guarded.callee.owner is not guarded.module  # by torch.compile
         if watch is not None and is_wrapped and not self.is_over:
             return watch.lead(call)
         with find_lock(guarded.module).calling(), contextlib.suppress(ReplacedError):
-            if find_watch(guarded.module) is None and not self.is_over:
+            if CallWatch.find(guarded.module) is None and not self.is_over:
                 return call.proceed()
         if self.is_over:  # its turn comes once the guard has left
             self._wait_until_left(_PATIENCE_S)

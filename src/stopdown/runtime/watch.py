@@ -22,8 +22,7 @@ from stopdown.runtime.fault_texts import Fault
 from stopdown.runtime.guarded_call import Call, GivenTensors
 from stopdown.runtime.hidden_values import noting_hidden
 from stopdown.runtime.session import Session
-from stopdown.scaling import ComponentCall
-from stopdown.scaling.watch.call_watch import find_watch
+from stopdown.scaling import CallWatch, ComponentCall
 
 
 class Watch:
@@ -40,7 +39,7 @@ class Watch:
         if not is_plain():
             return guarded.state.call(call, is_mixed=is_mixed)
         with find_lock(guarded.module).calling():
-            exponents = None if is_changing() else find_watch(guarded.module)
+            exponents = None if is_changing() else CallWatch.find(guarded.module)
             if exponents is not None and not exponents.has_call_here:
                 raise ReplacedError
             begun = time.perf_counter()

@@ -26,7 +26,7 @@ from stopdown.scaling.folding.folds import (
     require_module,
 )
 from stopdown.scaling.trials.search import scale_calls
-from stopdown.scaling.watch.call_watch import WatchOptions, watch_calls
+from stopdown.scaling.watch.call_watch import CallWatch, WatchOptions
 from stopdown.scaling_records import Scaling
 from stopdown.weight_checks import check_weights, refuse_quantised
 
@@ -109,7 +109,7 @@ def rescale_(
         finally:  # restore the module's state from before the calls
             kept.restore(kept.list_changes())
     folds = Patches()
-    watch_calls(module, scaling, partial(_fold, module, scaling), folds, _WATCH, casts=False)
+    CallWatch.watch(module, scaling, partial(_fold, module, scaling), folds, _WATCH, casts=False)
     rescaling = Rescaling(module, scaling, folds)
     check_casts(rescaling)
     if not verify and (rounded := list(list_rounded(module, scaling))):

@@ -12,7 +12,7 @@ from torch.nn import functional
 from models.rescaling_models import measure_call
 from stopdown import cast_, rescale_
 from stopdown.fold_names import name_clamp, read_clamp
-from stopdown.scaling.trials.search import find_folds
+from stopdown.scaling.trials.folds_alone import FoldsAlone
 
 WIDTH, GROWTH = 8, 2.0**14
 Normalise = Callable[[torch.Tensor, float], torch.Tensor]
@@ -201,7 +201,7 @@ def test_files_scale_what_is_compared_with_less_than_fp16_holds(
 ) -> None:
     """Files have no hooks: only what fp16 never stores a value below may stay as it is in them."""
     module = Normed(NORMALISED["normalize"], eps).eval()
-    found = find_folds(module, [measure_call(module, (torch.randn(3, 4) * 16,))])
+    found = FoldsAlone(module, [measure_call(module, (torch.randn(3, 4) * 16,))]).find()
     assert (found is not None) == is_folded
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any, Generic, TypeVar
@@ -26,11 +26,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from stopdown.errors import CaptureError, ScalingError, TrialError
-from stopdown.fold_names import read_clamp
 from stopdown.mapped_weights import Load
 from stopdown.module_calls.call import PlainCall
 from stopdown.module_calls.call_signatures import Sizes
-from stopdown.number_formats import FP16
 from stopdown.scaling.bounds.input_limits import EMBEDDINGS
 from stopdown.scaling.bounds.propagation import LEAST_STORED_LOOSE
 from stopdown.scaling.certificate import (
@@ -39,13 +37,11 @@ from stopdown.scaling.certificate import (
     describe_solution,
     leave_unmeasured,
 )
-from stopdown.scaling.exponents.linear_system import ZERO
 from stopdown.scaling.exponents.problem import (
     MeasuredCall,
     Problem,
     Statements,
     find_wide_outputs,
-    state_problem,
 )
 from stopdown.scaling.exponents.solver import (
     ASKED_BITS,
@@ -306,7 +302,7 @@ def find_scaling(
 def _find_cheaply(module: torch.nn.Module, state: Callable[..., Problem], bits: float) -> Scaling:
     """Find exponents by folding alone, or with multiplies if folding is expensive and these cost less."""
     plain = state()
-    for problem in _list_foldings(plain):
+    for problem in list_foldings(plain):
         best = solve_problem(problem, hard_top_bits=bits, fp32_modules=False)
         if best is not None and best.cost < CHEAP:
             return describe_solution(problem, best)
@@ -317,47 +313,13 @@ def _find_cheaply(module: torch.nn.Module, state: Callable[..., Problem], bits: 
     return _describe(plain, best)
 
 
-def _list_foldings(problem: Problem) -> list[Problem]:
-    """List the problem with one exponent for all columns of a weight, as DoRA needs, and then as it is."""
+def list_foldings(problem: Problem) -> list[Problem]:
+    """List a problem with one exponent for all columns of a weight, which DoRA needs, and as it is."""
     tied = tie_columns(problem)
     return [problem] if tied is None else [tied, problem]
 
 
-def find_folds(
-    module: torch.nn.Module,
-    calls: Sequence[MeasuredCall],
-    groups: Sequence[Collection[str]] = (),
-    *,
-    free: Collection[str] | None = (),
-    narrow: Collection[str] = (),
-) -> Scaling | None:
-    """Find exponents by folding alone, which weight files can store; return None if there are none.
-
-    Args:
-        groups: groups of `module.path.attribute` of eps that change by the same factor.
-        free: further eps that may change independently; None for all. The rest stays fixed.
-        narrow: classes of modules inside which fp32 values must fit into fp16 as well.
-    """
-    problem = state_problem(module, calls, narrow=narrow)
-    places = {".".join(filter(None, key)): unknown for key, unknown in problem.eps.items()}
-    for group in groups:
-        problem.system.equate(*[places.pop(name, ZERO) for name in group])
-    fixed = () if free is None else {x for x in places if x not in free and _is_stored(x)}
-    problem.system.pin(*[places[name] for name in sorted(fixed)])
-    for bits in (x.headroom_bits for x in RELAXATIONS if not x.fp32_flops):
-        for tried in _list_foldings(problem):
-            if solution := solve_problem(tried, hard_top_bits=bits, fp32_modules=False):
-                return describe_solution(tried, solution)
-    return None
-
-
-def _is_stored(place: str) -> bool:
-    """Return False for a clamp's limit that fp16 rounds to 0: no positive fp16 value is below it."""
-    number = read_clamp(place.rpartition(".")[2])
-    return number is None or number > FP16.smallest / 2
-
-
-# strategies for bounds instead of measured ranges
+# bounds instead of measured ranges
 
 
 def scale_by_bounds(

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+import stopdown_verify
 from stopdown.errors import ScalingError
 from stopdown.mapped_weights import Load
 from stopdown.module_calls.call import ComponentCall, PlainCall
 from stopdown.module_calls.call_inputs import is_encoded, read_call_sizes
 from stopdown.scaling.bounds.input_limits import HIDDEN_STATES
+from stopdown.scaling.certificate_graphs import export_graphs
 from stopdown.scaling.exponents.problem import Statements
 from stopdown.scaling.graph.capture import Capture, sign_capture
 from stopdown.scaling.trials.measurement import Captures
@@ -53,38 +55,52 @@ class TracedCalls:
             signs += [sign_capture(made), self.captures.keeps_clamps(call, made)]
         return tuple(signs)
 
+    def certify(self, residual: str, load: Load, *, hands_over: bool = False) -> Scaling:
+        """Find exponents from the weights alone, with the stream asked for or else the model's own.
 
-def certify_component(
-    traced: TracedCalls,
-    residual: str,
-    load: Load,
-    *,
-    hands_over: bool,
-) -> Scaling:
-    """Find exponents with the requested residual stream, else with the model's own.
+        Args:
+            residual: `native` or `fp32`.
+            load: gives a parameter or buffer by name.
+            hands_over: an encoder of the pipeline returns hidden states, which no norm has made small.
+                Outputs of encoders may then have any value that fp16 holds, if exponents for that cost
+                nothing.
 
-    Args:
-        hands_over: an encoder of the pipeline returns hidden states, which no norm has made small. Outputs
-            of encoders may then have any value that fp16 holds, if exponents for that cost nothing.
-    """
-    module = traced.module
+        Raises:
+            CaptureError: the code cannot be traced.
+            ScalingError: there are none, or only with the whole module in fp32.
 
-    def scale(stream: ResidualStream | None) -> Scaling:
-        captured = traced.capture(stream)
+        Cost: a capture for each call, three with an fp32 residual; one or two passes over the weights for
+            each, and up to a dozen solutions after each.
+        """
+        if residual == "native":
+            return self._certify(None, load, hands_over)
+        try:
+            stream = plan_stream(self.module, self.calls, self.captures)
+            return self._certify(stream, load, hands_over)
+        except ScalingError as error:
+            why = error.what
+        found = self._certify(None, load, hands_over)
+        return replace(found, note=f"The residual stream is not kept in fp32: {why}")
+
+    def _certify(self, stream: ResidualStream | None, load: Load, hands_over: bool) -> Scaling:
+        captured = self.capture(stream)
         find = functools.partial(find_scaling, stream=stream, whole=False, statements=Statements())
-        found = scale_unmeasured(module, captured, load, find)
+        found = scale_unmeasured(self.module, captured, load, find)
         if not hands_over or not any(map(is_encoded, found.limits)):
             return found
-        wide = scale_unmeasured(module, captured, load, find, encoded=HIDDEN_STATES)
+        wide = scale_unmeasured(self.module, captured, load, find, encoded=HIDDEN_STATES)
         return wide if _price(wide) <= _price(found) else found
 
-    if residual == "native":
-        return scale(None)
-    try:
-        return scale(plan_stream(module, traced.calls, traced.captures))
-    except ScalingError as error:
-        why = error.what
-    return replace(scale(None), note=f"The residual stream is not kept in fp32: {why}")
+    def export(
+        self,
+        scaling: Scaling,
+        tensors: Mapping[str, stopdown_verify.Weight],
+        tied: Mapping[str, tuple[str, ...]],
+        load: Load,
+    ) -> dict[str, Any]:
+        """Put the calls into the rules of the checker, as `export_graphs` does."""
+        captured = self.capture(scaling.stream)
+        return export_graphs(self.module, scaling, captured, tensors, tied, load)
 
 
 def _price(scaling: Scaling) -> tuple[float, ...]:

@@ -175,6 +175,54 @@ class CallWatch(SameInCopies):
         self._own, self._slots = Patches(), set[str]()
         self._thread, self._said = threading.local(), set[str]()
 
+    @classmethod
+    def watch(
+        cls,
+        module: torch.nn.Module,
+        scaling: Scaling,
+        put: Callable[[Patches], None],
+        patches: Patches,
+        options: WatchOptions | None = None,
+        *,
+        casts: bool = True,
+    ) -> None:
+        """Put exponents on a module so that calls are refused that they do not hold for.
+
+        Args:
+            put: folds them in and casts the module; its patches take them off.
+            patches: take all of it off.
+            casts: the module is cast as well.
+        """
+        if scaling.exponents or scaling.multiplies or scaling.eps or scaling.outputs:
+            cls(module, scaling, options or WatchOptions(), casts=casts).put_on(put, patches)
+        else:
+            put(patches)
+
+    @staticmethod
+    def find(module: torch.nn.Module) -> CallWatch | None:
+        """Return a module's present watch; another thread may have replaced exponents since a call began."""
+        watch: CallWatch | None = vars(module).get(_WATCH)
+        if watch is None or watch.module is not module:
+            return None
+        watch.follow()
+        return watch
+
+    @staticmethod
+    def scale_ends(module: torch.nn.Module, call: ComponentCall) -> Any:
+        """Make a call with its ends multiplied as the exponents need, if its signature needs that.
+
+        This layer is next to the module, beneath casts and a guard, so a guard keeps, repairs and compares
+        the program's own values. A replay under other exponents comes here, too, and is not multiplied.
+        """
+        found = _thread.scaled
+        if found is None or found[0].module is not module or not found[0].is_in_force:
+            return call.proceed()
+        _thread.scaled = None  # code that is compiled may come here again
+        try:
+            return found[0].scale(found[1], call)
+        finally:
+            _thread.scaled = found
+
     @property
     def _name(self) -> str:
         return self._options.name or type(self.module).__name__
@@ -240,13 +288,13 @@ class CallWatch(SameInCopies):
         with Patches() as layers:
             if method == "forward" and getattr(module, "_orig_mod", None) is self.module:
                 put_layer(module, "forward", self._lead_now, layers, Rank.EXPONENTS)
-                ends = partial(scale_ends, self.module)
+                ends = partial(self.scale_ends, self.module)
                 put_layer(module, "forward", ends, layers, Rank.ENDS)
             yield
 
     def _lead_now(self, call: ComponentCall) -> Any:
-        """Make a call with the current watch, which may have replaced this one since the call began."""
-        watch = find_watch(self.module)
+        """Make a call with the present watch, which may have replaced this one since the call began."""
+        watch = self.find(self.module)
         return call.proceed() if watch is None else watch.lead(call)
 
     def _put_layer(self, slot: str, method: str) -> None:
@@ -254,8 +302,10 @@ class CallWatch(SameInCopies):
         # outputs stay as they are
         callee = Callee("", self.module, method, "decode", GENERAL_KEEPS)
         put_layer(self.module, slot, self._enter, self._own, Rank.EXPONENTS, callee)
-        slot = "forward" if slot == "_call_impl" else slot  # inside a guard
-        put_layer(self.module, slot, partial(scale_ends, self.module), self._own, Rank.ENDS, callee)
+        slot = "forward" if slot == "_call_impl" else slot  # inside of a guard
+        put_layer(
+            self.module, slot, partial(self.scale_ends, self.module), self._own, Rank.ENDS, callee
+        )
 
     def _remove(self) -> None:
         """Remove the exponents for good; waiting calls begin again."""
@@ -566,32 +616,6 @@ def _call_while_alive(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-def find_watch(module: torch.nn.Module) -> CallWatch | None:
-    """Return the module's current `CallWatch`; another thread may have replaced it during a call."""
-    watch: CallWatch | None = vars(module).get(_WATCH)
-    if watch is None or watch.module is not module:
-        return None
-    watch.follow()
-    return watch
-
-
-def scale_ends(module: torch.nn.Module, call: ComponentCall) -> Any:
-    """Make a call, and multiply its arguments and outputs if the exponents need that for its signature.
-
-    This layer is next to the module, inside casts and a guard. So a guard stores, repairs and compares
-    the caller's unscaled values. A replay with other exponents passes through here too, and is not
-    multiplied.
-    """
-    found = _thread.scaled
-    if found is None or found[0].module is not module or not found[0].is_in_force:
-        return call.proceed()
-    _thread.scaled = None  # compiled code may reenter
-    try:
-        return found[0].scale(found[1], call)
-    finally:
-        _thread.scaled = found
-
-
 def _scale_inputs(ends: CallEnds, call: ComponentCall, *, narrows: bool = False) -> ComponentCall:
     """Multiply a call's arguments by powers of two.
 
@@ -688,25 +712,3 @@ class _PartCopies:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         if id(self.watch.module) not in memo:
             self.watch.warn_of_copy()
-
-
-def watch_calls(
-    module: torch.nn.Module,
-    scaling: Scaling,
-    put: Callable[[Patches], None],
-    patches: Patches,
-    options: WatchOptions | None = None,
-    *,
-    casts: bool = True,
-) -> None:
-    """Apply exponents to a module so that calls are refused for which they don't hold.
-
-    Args:
-        put: folds the exponents in and casts the module; its patches undo that.
-        patches: undoes everything.
-        casts: whether the module is cast as well.
-    """
-    if scaling.exponents or scaling.multiplies or scaling.eps or scaling.outputs:
-        CallWatch(module, scaling, options or WatchOptions(), casts=casts).put_on(put, patches)
-    else:
-        put(patches)

@@ -1,0 +1,111 @@
+"""Exponents by folding alone, which weight files hold: nothing is multiplied, and few eps change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stopdown.errors import ScalingError
+from stopdown.fold_names import read_clamp
+from stopdown.module_calls.call import PlainCall
+from stopdown.number_formats import FP16
+from stopdown.scaling.certificate import describe_solution
+from stopdown.scaling.exponents.linear_system import ZERO
+from stopdown.scaling.exponents.problem import MeasuredCall, state_problem
+from stopdown.scaling.exponents.solver import solve_problem
+from stopdown.scaling.trials.measurement import Captures, measure_kinds
+from stopdown.scaling.trials.search import RELAXATIONS, list_foldings, scale_by_bounds
+from stopdown.scaling_records import Scaling
+
+
+@dataclass
+class FoldsAlone:
+    """Measured calls of one module, and the exponents for them that folding alone can give."""
+
+    module: torch.nn.Module
+    kinds: list[MeasuredCall] = field(default_factory=list)
+
+    def measure(self, calls: Sequence[PlainCall]) -> None:
+        """Measure calls of one kind.
+
+        Raises:
+            CaptureError: the code cannot be traced.
+
+        Cost: a capture (seconds), and a forward in fp32 for each call.
+        """
+        self.kinds += measure_kinds(self.module, [calls], Captures(), None)
+
+    @property
+    def signatures(self) -> tuple[str, ...]:
+        """Signatures of the measured calls, sorted."""
+        return tuple(sorted({kind.capture.signature for kind in self.kinds}))
+
+    def find(
+        self,
+        groups: Sequence[Collection[str]] = (),
+        free: Collection[str] | None = (),
+        narrow: Collection[str] = (),
+    ) -> Scaling | None:
+        """Find exponents by folding alone; None if there are none.
+
+        Args:
+            groups: `module.path.attribute` of eps that only change together.
+            free: others that may change, each by itself; None for all. The rest stays as it is.
+            narrow: classes of modules inside which fp32 values must fit into fp16 as well.
+        """
+        return _find(self.module, self.kinds, groups, free, narrow)
+
+    def find_bounded(
+        self, ranges: str, accepts: Callable[[Scaling], bool], **freedom: Any
+    ) -> Scaling:
+        """Find exponents as `find` does, with as many bounds as `accepts` lets pass.
+
+        Args:
+            ranges: `bound` or `auto`.
+            accepts: whether these exponents do.
+            freedom: arguments of `find`.
+
+        Raises:
+            ScalingError: there are none.
+
+        Cost: passes over the weights and solutions, as for `scale_by_bounds`, and a call of `accepts` after
+            each solution.
+        """
+
+        def demand(module: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
+            if (found := _find(module, calls, **freedom)) is None:
+                raise ScalingError("Folds alone do not keep it in range.")
+            if not accepts(found):
+                raise ScalingError("Its eps would have to change with it.")
+            return found
+
+        return scale_by_bounds(self.module, self.kinds, ranges, demand)
+
+
+def _find(
+    module: torch.nn.Module,
+    calls: Sequence[MeasuredCall],
+    groups: Sequence[Collection[str]] = (),
+    free: Collection[str] | None = (),
+    narrow: Collection[str] = (),
+) -> Scaling | None:
+    problem = state_problem(module, calls, narrow=narrow)
+    places = {".".join(filter(None, key)): unknown for key, unknown in problem.eps.items()}
+    for group in groups:
+        problem.system.equate(*[places.pop(name, ZERO) for name in group])
+    fixed = () if free is None else {x for x in places if x not in free and _is_stored(x)}
+    problem.system.pin(*[places[name] for name in sorted(fixed)])
+    for bits in (x.headroom_bits for x in RELAXATIONS if not x.fp32_flops):
+        for tried in list_foldings(problem):
+            if solution := solve_problem(tried, hard_top_bits=bits, fp32_modules=False):
+                return describe_solution(tried, solution)
+    return None
+
+
+def _is_stored(place: str) -> bool:
+    """Return False for a clamp's bound that fp16 rounds to 0: nothing stored in fp16 lies below it."""
+    number = read_clamp(place.rpartition(".")[2])
+    return number is None or number > FP16.smallest / 2
