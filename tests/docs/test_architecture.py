@@ -1,4 +1,4 @@
-"""What `docs/architecture.md` says decides something is there."""
+"""What `docs/deciding.md` says decides something is there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "deciding.md").read_text(encoding="utf-8")
 ROWS = [[x.strip() for x in row.split("|")[1:-1]] for row in re.findall(r"^\|.*\|$", PAGE, re.M)]
 DECISIONS = {
     row[0]: row[1].partition(":")[0] for row in ROWS if re.match(r"`[\w/.]+\.\w+`", row[1])

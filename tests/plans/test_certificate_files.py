@@ -33,7 +33,6 @@ from stopdown.records import ComponentPlan, Scaling
 from stopdown.scaling.bounds.values import uniform
 from stopdown.scaling.graph.nodes import shape_of
 from stopdown.scaling.trials import measurement
-from stopdown.scaling.trials.measurement import Captures
 from stopdown.scaling.trials.traced_calls import TracedCalls
 from stopdown.sources.sources import resolve_source
 from stopdown.testing import save_pipeline
@@ -480,8 +479,7 @@ def read_graph(stated: dict[str, Any], folder: Path) -> stopdown_verify.Graph:
 def export_one(module: torch.nn.Module, x: torch.Tensor, folder: Path) -> Any:
     """The certificate of a module that is called with one tensor in fp16, and its graph."""
     module.eval().requires_grad_(False)
-    capture = Captures().take((module, (x,), {}))
-    stated = export_net(module, [(capture, (x,), {})], folder)
+    stated = export_net(module, [(module, (x,), {})], folder)
     return stated, read_graph(stated, folder)
 
 
@@ -498,7 +496,7 @@ def test_what_moves_elements_and_keeps_the_size_is_bounded(operation, tmp_path):
     last = case.list_nodes()[-1]
     found = case.bounds.values[last.name].peak
     assert bool((result.abs() <= found * (1 + 1e-6)).all())
-    stated = export_net(module, [(case.capture, (x,), {})], tmp_path)
+    stated = export_net(module, [(module, (x,), {})], tmp_path)
     graph = read_graph(stated, tmp_path)
     peaks: dict[str, Any] = {}
     derive = graph.derive
