@@ -342,7 +342,7 @@ def check_grammar(stated: Node) -> None:
 # shapes: that of a result follows from those of its inputs and weights
 
 
-def broadcast(*shapes: Shape) -> Shape | None:
+def find_common_shape(*shapes: Shape) -> Shape | None:
     try:
         return np.broadcast_shapes(*shapes)
     except ValueError:
@@ -359,9 +359,9 @@ def check_shape(n: Node, shapes: list[Shape], weights: dict[str, Weight]) -> Non
     if rule in ("same", "scale", "power", "exp", "norm") or (rule == "bounded" and shapes):
         demand(first == shape, wrong)
     elif rule in ("add", "multiply", "either", "spread"):
-        demand(broadcast(*shapes, shape) == shape, wrong)
+        demand(find_common_shape(*shapes, shape) == shape, wrong)
     elif rule == "unit":
-        demand(first == shape == broadcast(shapes[1], shape), wrong)
+        demand(first == shape == find_common_shape(shapes[1], shape), wrong)
     elif rule == "known":
         demand(len(n["values"]) == math.prod(shape), "there are more or fewer values than places")
     elif rule == "view":
@@ -386,7 +386,7 @@ def check_shape(n: Node, shapes: list[Shape], weights: dict[str, Weight]) -> Non
     elif rule == "matmul":
         a, b = shapes
         demand(min(len(a), len(b), rank) > 1 and a[-1] == b[-2], "no product")
-        holds = broadcast(a[:-2], b[:-2]) == shape[:-2] and shape[-2:] == (a[-2], b[-1])
+        holds = find_common_shape(a[:-2], b[:-2]) == shape[:-2] and shape[-2:] == (a[-2], b[-1])
         demand(holds, "no product")
     elif rule == "attention":
         q, k, v = shapes[:3]
@@ -520,17 +520,17 @@ def bound(shape: Shape, peak: Array, norm: float = math.inf, rows: Any = ()) -> 
     return Value(shape, np.minimum(peak, norm), norm, rows)
 
 
-def norm_over(x: Value, dims: Sequence[int]) -> float:
+def bound_norm(x: Value, dims: Sequence[int]) -> float:
     rest = math.prod(x.shape[d] for d in dims if d not in x.rows)
     return min(math.sqrt(over(x.peak**2, x.shape, dims)), x.norm * math.sqrt(rest)) * UP
 
 
-def by_channel(x: Value) -> Array:
+def find_channel_peaks(x: Value) -> Array:
     return top(x.peak, range(x.peak.ndim - 1)).reshape(-1)
 
 
-def group_dims(shape: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
-    """Group the dimensions of two shapes, as a reshape pairs them: shortest runs with equal sizes."""
+def match_dims(shape: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
+    """Group the dimensions of two shapes into runs that hold the same elements."""
     groups, i, j = [], 0, 0
     while i < len(shape) or j < len(target):
         a, b = i, j
@@ -544,7 +544,7 @@ def group_dims(shape: Shape, target: Shape) -> list[tuple[list[int], list[int]]]
 
 def view(array: Array, shape: Shape, target: Shape) -> Array:
     sizes, pieces = list(array.shape), list[int]()
-    for source, result in group_dims(shape, target):
+    for source, result in match_dims(shape, target):
         alike = all(array.shape[d] == 1 for d in source)
         for dim in () if alike else source:
             sizes[dim] = shape[dim]
@@ -577,7 +577,7 @@ def move_value(n: Node, xs: list[Value]) -> Value:
     norm, rows, added, peaks = x.norm, set(x.rows), len(shape) - len(x.shape), [x.peak for x in xs]
     if rule == "view":
         rows = set()
-        for source, result in group_dims(x.shape, shape):
+        for source, result in match_dims(x.shape, shape):
             inside = [d in x.rows for d in source if x.shape[d] > 1]
             more = (x.shape[d] for d in source if d not in x.rows)
             norm *= math.sqrt(math.prod(more)) if any(inside) else 1
@@ -586,7 +586,7 @@ def move_value(n: Node, xs: list[Value]) -> Value:
         rows = {n["order"].index(d) for d in rows}
     elif rule == "join":
         rows = set(frozenset.intersection(*(x.rows for x in xs)))
-        norms = [norm_over(x, sorted(rows)) if rows else math.inf for x in xs]
+        norms = [bound_norm(x, sorted(rows)) if rows else math.inf for x in xs]
         norm = math.sqrt(sum(x * x for x in norms)) if n["dim"] in rows else max(norms)
         sizes = [max(p.shape[d] for p in peaks) for d in range(len(shape)) if d != n["dim"]]
         if shape[n["dim"]] * math.prod(sizes) > MOST and n["dim"] < len(shape) - 1:
@@ -604,7 +604,7 @@ def move_value(n: Node, xs: list[Value]) -> Value:
 def rule_add(c: Graph, n: Node, xs: list[Value]) -> Value:
     a, b = operands(n, xs)
     factor = abs(float(n.get("factor", 1)))
-    norm = norm_over(a, sorted(a.rows)) + factor * norm_over(b, sorted(a.rows))
+    norm = bound_norm(a, sorted(a.rows)) + factor * bound_norm(b, sorted(a.rows))
     return bound(a.shape, a.peak + factor * b.peak, norm, a.rows)
 
 
@@ -690,7 +690,7 @@ def rule_matmul(c: Graph, n: Node, xs: list[Value]) -> Value:
     if is_mean and source["dim"] == last and kinds | {source["dtype"]} <= {*FLOATS}:
         return bound(shape, float(b.peak.max()) * (1 + NORM + inner * (SUM + STORED)))
     peaks = inner * float(a.peak.max()) * float(b.peak.max())
-    norms = norm_over(a, [last]) * norm_over(b, [len(b.shape) - 2])
+    norms = bound_norm(a, [last]) * bound_norm(b, [len(b.shape) - 2])
     return bound(shape, min(norms, peaks) + 2 * inner * SUM * peaks)
 
 
@@ -698,7 +698,7 @@ def rule_attention(c: Graph, n: Node, xs: list[Value]) -> Value:
     """Bound attention by its values: each output token is a mean of them."""
     value, shape, last = xs[2], tuple(n["shape"]), len(n["shape"]) - 1
     cut = [d for d in range(last) if d != last - 2 or value.shape[d] != shape[d]]
-    return bound(shape, top(value.peak, cut), norm_over(value, [last]), (last,))
+    return bound(shape, top(value.peak, cut), bound_norm(value, [last]), (last,))
 
 
 def rule_norm(c: Graph, n: Node, xs: list[Value]) -> Value:
@@ -725,7 +725,7 @@ def rule_lookup(c: Graph, n: Node, xs: list[Value]) -> Value:
     """Bound an embedding by the rows of its table."""
     w = c.weights[n["weight"]]
     peak = np.max([w.find_largest(part, 0) for _, part in w.read_raw()], axis=0)
-    norm = math.sqrt(max(sum_squares(rows).max() for _, rows in w.read(entries=CHUNK)))
+    norm = math.sqrt(max(sum_row_squares(rows).max() for _, rows in w.read(entries=CHUNK)))
     floor = STORED * float(2.0 ** -(w.rows.min() + w.columns.min()))
     norm = norm * (1 + WEIGHT) + floor * math.sqrt(w.shape[1])
     return bound(tuple(n["shape"]), peak * (1 + WEIGHT) + floor, norm, (len(n["shape"]) - 1,))
@@ -739,8 +739,8 @@ def rule_product(c: Graph, n: Node, xs: list[Value]) -> Value:
     channel = rank - max(len(w.shape) - 1, 1)
     others, spatial = [d for d in range(rank) if d != channel], range(channel + 1, rank)
     peak = np.repeat(top(x.peak, others).reshape(-1) * np.ones(x.shape[channel]), places)
-    norm = norm_over(x, [channel]) * math.sqrt(places)
-    norm = min(norm, norm_over(x, [channel, *spatial])) if spatial else norm
+    norm = bound_norm(x, [channel]) * math.sqrt(places)
+    norm = min(norm, bound_norm(x, [channel, *spatial])) if spatial else norm
     low, up = STORED * 2.0 ** -w.rows[start:stop], np.repeat(2.0**-w.columns, places)
     affine = [] if spatial else [(r, g, *c.split(t), s) for r, g, t, s in x.affine]
     size, full, euclid, step = *np.zeros((3, stop - start)), (stop - start) // groups
@@ -802,7 +802,10 @@ def compose_heads(c: Graph, n: Node, x: Value) -> Array:
     (heads, width, inner), found = chain, c.errors[chain[2]["id"]]
     w, v, first = c.weights[n["weight"]], c.weights[inner["weight"]], inner.get("part", (0,))[0]
     bias, floor = (y * np.ones(heads * width) for y in c.vector(inner, "bias", 0.0))
-    peak, least = by_channel(x) * np.ones(heads * width), STORED * 2.0 ** -float(x.exponents.min())
+    peak, least = (
+        find_channel_peaks(x) * np.ones(heads * width),
+        STORED * 2.0 ** -float(x.exponents.min()),
+    )
     wrong = found[1] + np.abs(bias) * (WEIGHT + 2.0**-40) + floor + 2.0**-8 * peak + 4 * least
     roots, traces = np.zeros((heads, width, width)), np.zeros((heads, 1))
     for h, at in enumerate(range(first, first + heads * width, width)):
@@ -906,7 +909,7 @@ def wide(array: Array, rank: int, lead: int) -> Array:
     return array.reshape((*array.shape[:lead], *added, *array.shape[lead:]))
 
 
-def sum_squares(array: Array) -> Array:
+def sum_row_squares(array: Array) -> Array:
     """Sum the squares of each row without an array of squares in memory."""
     return np.einsum("...i,...i->...", array, array)
 
@@ -915,8 +918,8 @@ def row_error(radius: Array, shape: Shape, length: float) -> float:
     return min(length, math.sqrt(over(radius**2, shape, range(len(shape))[-1:])))
 
 
-def follow(n: Node, xs: list[Value], peak: Array) -> tuple[tuple[Any, ...], ...]:
-    """Return the affine rows (`Value.affine`) of a result, before its own rounding, or ()."""
+def follow_rows(n: Node, xs: list[Value], peak: Array) -> tuple[tuple[Any, ...], ...]:
+    """Return the known rows behind the norm of a result, before its own rounding."""
     rule, last = n["rule"], n["shape"][-1:]
     alike = rule in ("view", "spread", "part") or (
         rule == "same" and n["function"] in ("cast", "copy")
@@ -931,7 +934,7 @@ def follow(n: Node, xs: list[Value], peak: Array) -> tuple[tuple[Any, ...], ...]
     a, b = xs if xs[0].affine else xs[::-1]
     if not a.affine or a.shape[-1:] != tuple(last) or b.peak is None or n.get("factor", 1) != 1:
         return ()
-    size, table, radius, made = by_channel(b) * np.ones(last), None, 0.0, []
+    size, table, radius, made = find_channel_peaks(b) * np.ones(last), None, 0.0, []
     if b.exact is not None and math.prod(b.exact[0].shape[1:]) in (1, b.exact[0].shape[-1]):
         table = b.exact[0].reshape(len(b.exact[0]), -1) * np.ones(last)
         radius = b.exact[1].reshape(-1)
@@ -1136,7 +1139,7 @@ def open_weights(folder: Path, files: Sequence[str], stated: Node) -> dict[str, 
         check_keys({"files": [name]}, {"files": COMPONENT["files"]})
         path = folder / name
         demand(path.is_file(), f"{name} is not in the folder")
-        for key, (start, entry) in read_header(path).items():
+        for key, (start, entry) in read_tensor_table(path).items():
             demand(key not in found, f"{key!r} is in two files")
             try:
                 found[key] = Weight(path, start, entry, stated.get(key, {}))
@@ -1147,8 +1150,8 @@ def open_weights(folder: Path, files: Sequence[str], stated: Node) -> dict[str, 
     return found
 
 
-def read_header(path: Path) -> dict[str, tuple[int, Node]]:
-    """Read a safetensors header: map each tensor to the offset of the file's data, and to its entry."""
+def read_tensor_table(path: Path) -> dict[str, tuple[int, Node]]:
+    """Read the header of a safetensors file: the start of its data and the entry of each tensor."""
     length = path.stat().st_size
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -1347,7 +1350,7 @@ class Graph:
         else:
             try:
                 made = RULES[rule](self, n, xs)
-                made.affine = made.affine or follow(n, xs, made.peak)
+                made.affine = made.affine or follow_rows(n, xs, made.peak)
             except Unbounded:
                 return Value(shape, exponents=exponents)
         made.exponents = exponents
@@ -1461,7 +1464,7 @@ def is_saturating(n: Node) -> bool:
 def bound_exact(shape: Shape, exact: Known) -> Value:
     center, radius, length = exact
     rows, alike = range(len(shape))[-1:], center.shape[-1] < shape[-1] if shape else False
-    squares = sum_squares(center) if shape else center**2
+    squares = sum_row_squares(center) if shape else center**2
     norm = math.sqrt(float(squares.max()) * (shape[-1] if alike else 1))
     norm += row_error(radius, shape, length)
     made = bound(shape, np.maximum(center.max(0), -center.min(0)) + radius, norm, rows)

@@ -53,17 +53,7 @@ MOST_BEHIND = 6
 MOST_UNTESTED = 78
 """Modules without a test file of their name. It only shrinks."""
 
-SHARED_NAMES = {
-    "StopdownQuantizer": "one for each library that asks for a quantizer",
-    "broadcast": "the checker derives it by itself",
-    "by_channel": "the checker derives it by itself",
-    "follow": "the checker derives it by itself",
-    "group_dims": "the checker derives it by itself",
-    "main": "the entry of a command or program",
-    "norm_over": "the checker derives it by itself",
-    "read_header": "the checker reads files by itself",
-    "sum_squares": "the checker derives it by itself",
-}
+SHARED_NAMES = {"main": "the entry of a command or program"}
 """Public names that several modules define, for one meaning. The table only shrinks."""
 
 

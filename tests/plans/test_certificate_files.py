@@ -765,8 +765,8 @@ def test_rows_of_many_norms_are_not_followed():
     one = np.ones(3)
     x = stopdown_verify.Value((1, 2, 3), affine=((1.0, one, one[None], one),))
     node = {"rule": "join", "dim": 1, "shape": [1, 8, 3]}
-    assert len(stopdown_verify.follow(node, [x] * 4, None)) == 4
-    assert stopdown_verify.follow(node, [x] * 5, None) == ()
+    assert len(stopdown_verify.follow_rows(node, [x] * 4, None)) == 4
+    assert stopdown_verify.follow_rows(node, [x] * 5, None) == ()
 
 
 @pytest.mark.thorough

@@ -13,7 +13,7 @@ from stopdown.quantizers.config import StopdownConfig
 from stopdown.quantizers.loading import ModelLoad, PlannedModel, check_device_map
 
 
-class StopdownQuantizer(PlannedModel, DiffusersQuantizer):
+class StopdownDiffusersQuantizer(PlannedModel, DiffusersQuantizer):
     """Folds and casts each weight when Diffusers places it."""
 
     def __init__(self, quantization_config: StopdownConfig, **options: Any) -> None:

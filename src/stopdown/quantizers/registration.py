@@ -18,10 +18,10 @@ from typing import Any
 from stopdown.component_call_names import QUANT_METHOD
 
 _QUANTIZERS = {
-    "diffusers.quantizers.auto": "stopdown.quantizers.diffusers_quantizer",
-    "transformers.quantizers.auto": "stopdown.quantizers.transformers_quantizer",
+    "diffusers.quantizers.auto": "diffusers_quantizer.StopdownDiffusersQuantizer",
+    "transformers.quantizers.auto": "transformers_quantizer.StopdownTransformersQuantizer",
 }
-"""Module with the tables of a library, and ours with the quantizer."""
+"""Module with the tables of a library, and the quantizer in a module beside this one."""
 
 
 class _Finder:
@@ -53,7 +53,10 @@ def _fill(module: Any) -> None:
 
 def _make(tables: str, config: Any, **options: Any) -> Any:
     importlib.import_module("stopdown.sources.sources").check_libraries()
-    return importlib.import_module(_QUANTIZERS[tables]).StopdownQuantizer(config, **options)
+    module, name = _QUANTIZERS[tables].split(".")
+    return getattr(importlib.import_module(f"stopdown.quantizers.{module}"), name)(
+        config, **options
+    )
 
 
 def register() -> None:

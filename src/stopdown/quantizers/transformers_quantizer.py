@@ -12,7 +12,7 @@ from stopdown.quantizers.config import StopdownConfig
 from stopdown.quantizers.loading import ModelLoad, PlannedModel, check_device_map
 
 
-class StopdownQuantizer(PlannedModel, HfQuantizer):
+class StopdownTransformersQuantizer(PlannedModel, HfQuantizer):
     """Folds and casts each weight when Transformers has read it."""
 
     def __init__(self, quantization_config: StopdownConfig, **options: Any) -> None:
