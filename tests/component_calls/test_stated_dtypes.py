@@ -117,3 +117,13 @@ def test_the_property_is_no_code_that_a_call_runs() -> None:
         for one in kinds:
             one.note()
     assert not [x for one in kinds for x in one.list_changes()]
+
+
+def test_an_autoencoder_that_is_brought_to_fp32_says_what_it_is_in() -> None:
+    """SVD's pipeline casts it to fp32 when it says fp16; a plan takes that back in its configuration."""
+    pipe = make_pipe()
+    pipe.denoiser.config = SimpleNamespace(force_upcast=True)
+    with state(pipe):
+        assert (pipe.encoder.dtype, pipe.denoiser.dtype) == (FP32, FP16)
+        pipe.denoiser.config.force_upcast = False
+        assert pipe.denoiser.dtype == FP32

@@ -54,11 +54,12 @@ def state_dtypes(
 ) -> None:
     """Let fp16 modules report fp32 to pipelines that contain a `wide` one, until `patches` is undone.
 
-    Inside of their own calls, and to libraries that load and place them, they report their true dtype.
+    Inside of their own calls, and to libraries that load and place them, they report their true dtype. So
+    does an autoencoder that pipelines bring to fp32 themselves if it reports fp16 (SVD's).
 
     Args:
-        narrow: modules in fp16, whose arguments Stopdown casts.
-        wide: modules that may return values beyond fp16's range.
+        narrow: modules whose arguments are cast at their entrance, in fp16 now or later.
+        wide: modules that may return values beyond fp16.
     """
     with CHANGING:
         for known, modules in ((_narrow, narrow), (_wide, wide)):
@@ -66,11 +67,6 @@ def state_dtypes(
                 known[module] = known.get(module, 0) + 1
         _update_classes()
     patches.defer(partial(_leave, narrow, wide))
-
-
-def is_upcast(module: nn.Module) -> bool:
-    """Return whether pipelines cast a module to fp32 if it reports fp16, as SVD's autoencoder."""
-    return bool(getattr(getattr(module, "config", None), "force_upcast", False))
 
 
 def _leave(narrow: Collection[nn.Module], wide: Collection[nn.Module]) -> None:
@@ -97,7 +93,7 @@ def _update_classes() -> None:
 def _make_getter(original: Callable[[Any], torch.dtype]) -> Callable[[Any], torch.dtype]:
     def dtype(self: nn.Module) -> torch.dtype:
         found = original(self)
-        if is_traced() or found != torch.float16 or self not in _narrow:
+        if is_traced() or found != torch.float16 or self not in _narrow or _is_upcast(self):
             return found
         asking = sys._getframe(1)
         is_placing = f"{asking.f_globals.get('__name__')}.".startswith(_PLACING)
@@ -127,6 +123,10 @@ def _is_beside_wide(module: nn.Module, frame: FrameType | None) -> bool:
             is_beside = any(_is_wide(x) for held in (values, *parts) for x in held)
         frame = frame.f_back
     return bool(_wide) if is_beside is None else is_beside  # None: nothing that is known has it
+
+
+def _is_upcast(module: nn.Module) -> bool:
+    return bool(getattr(getattr(module, "config", None), "force_upcast", False))
 
 
 def _list_parts(value: Any) -> list[Any]:

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -131,7 +131,7 @@ class ComponentCall:
         Cost: a host read for each floating argument.
         """
         return all(
-            _bring_to_finite(x, is_mask(name)) is x
+            _bring_to_finite(name, x) is x
             for name, value in self.named.items()
             for x in iterate_tensors(value)
         )
@@ -260,20 +260,32 @@ def is_mask(name: str) -> bool:
     return "mask" in name or "bias" in name
 
 
-def _clean(name: str, value: Any) -> Any:
-    return map_tensors(value, functools.partial(_bring_to_finite, is_mask=is_mask(name)))
+Values = TypeVar("Values", float, torch.Tensor)
 
 
-def _bring_to_finite(tensor: torch.Tensor, is_mask: bool) -> torch.Tensor:
-    """Return a tensor with NaN and Inf replaced by 0, or the tensor itself if it has none.
+def find_meant(name: str, values: Values) -> Values:
+    """Return where the values of an argument are finite, or -Inf in a mask, which hides a score.
 
     Args:
-        is_mask: keep -Inf, which hides scores in masks.
+        values: a number, or a floating tensor of any shape.
+
+    Returns:
+        A bool of Python, or a tensor of them with the shape of `values`.
     """
+    is_finite = abs(values) < math.inf
+    return is_finite | (values == -math.inf) if is_mask(name) else is_finite
+
+
+def _clean(name: str, value: Any) -> Any:
+    return map_tensors(value, functools.partial(_bring_to_finite, name))
+
+
+def _bring_to_finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with 0 in the place of NaN and Inf; the tensor itself where there are none."""
     if not (tensor.is_floating_point() and is_readable(tensor) and is_plain()):
         return tensor
     with torch.no_grad(), without_autocast():
-        is_meant = tensor.isfinite() | ((tensor == -math.inf) if is_mask else False)
+        is_meant = find_meant(name, tensor)
         return tensor if bool(is_meant.all()) else torch.where(is_meant, tensor, 0.0)
 
 

@@ -37,7 +37,7 @@ from stopdown.component_calls.components import (
     put_precision,
     read_precisions,
 )
-from stopdown.component_calls.stated_dtypes import is_upcast, state_dtypes
+from stopdown.component_calls.stated_dtypes import state_dtypes
 from stopdown.diagnosis.texts import REFUSALS, is_refusal
 from stopdown.errors import PlanError, ScalingError, warn_user
 from stopdown.fold_names import RESCALED, find_folded_parts, name_parameters
@@ -478,8 +478,6 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches, *, keeps_upcast: boo
     intercept_components(pipe, put, patches)
     wide = [_find(pipe, name_component(x.component)) for x in plan.components if _returns_wide(x)]
     narrow = [_find(pipe, name) for name in halves]
-    if keeps_upcast:
-        narrow = [x for x in narrow if not is_upcast(x)]
     state_dtypes(narrow, wide, patches)
     explain_foreign_casts(pipe, plan, patches)
     _put_accumulations(pipe, plan, patches)

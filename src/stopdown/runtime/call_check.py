@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stopdown.module_calls.call import find_meant
 from stopdown.numerics import bound_values, headroom_bits, is_readable, iterate_leaves
 from stopdown.runtime.activation_maxima import CLAMPED_FROM, Notes
 
@@ -93,7 +94,7 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
         clamped = [path for path in clamped if not is_operation(path)]
     maxima = [(path, dtype, _end(*next(pairs))) for path, dtype, _ in notes.blocks]
     given = [(name, limit, *next(pairs)) for name, limit, _ in notes.inputs]
-    spoilt = [name for name, _, low, high in given if _is_spoilt(name, low, high)]
+    spoilt = [x for x, _, *ends in given if not all(find_meant(x, end) for end in ends)]
     limited = [(n, limit, _amax(*bound)) for n, limit, *bound in given if limit is not None]
     largest = max((_amax(*end) for dtype, *end in ends if dtype == torch.float16), default=0.0)
     room = headroom_bits(largest, torch.float16) if is_finite and largest > 0 else None
@@ -151,10 +152,3 @@ def _amax(low: float, high: float) -> float:
 
 def _end(low: float, high: float) -> float:
     return _amax(low, high) if math.isfinite(_amax(low, high)) else math.inf
-
-
-def _is_spoilt(name: str, low: float, high: float) -> bool:
-    """Return whether an argument holds values that are not finite; -Inf is allowed in a mask."""
-    if "mask" in name or "bias" in name:
-        return math.isnan(low) or high == math.inf
-    return not _is_finite(low, high)

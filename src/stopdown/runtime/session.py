@@ -34,7 +34,7 @@ from typing import Any, Literal
 import torch
 
 from stopdown.component_calls.components import GENERAL, find_adapter, find_callees, find_components
-from stopdown.component_calls.stated_dtypes import is_upcast, state_dtypes
+from stopdown.component_calls.stated_dtypes import state_dtypes
 from stopdown.component_calls.step_counter import StepCounter
 from stopdown.errors import OptionError, warn_user
 from stopdown.interception.component_locks import find_lock, is_changing
@@ -262,8 +262,7 @@ class Session(SameInCopies):
                         hands_back=self.options.hands_back,
                     ),
                 )
-                if not is_upcast(module):
-                    state_dtypes([module], (), self.patches)
+                state_dtypes([module], (), self.patches)
                 self.patches.defer(state.leave)
             return state
 

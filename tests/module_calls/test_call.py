@@ -1,0 +1,147 @@
+"""One call of a component as a value: its names, its casts, and what of its arguments is meant."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stopdown.module_calls.call import (
+    ComponentCall,
+    HeldContainers,
+    bring_back,
+    cast_floats,
+    find_float_dtype,
+    find_meant,
+    is_kept,
+    map_tensors,
+    narrow_if_finite,
+    sign_arguments,
+    stays_finite,
+)
+from stopdown.module_calls.callee import Callee
+
+INF, NAN = math.inf, math.nan
+
+
+class Named(nn.Module):
+    """Takes a value, a mask and a time."""
+
+    def forward(self, hidden_states: Any, attention_mask: Any = None, timestep: Any = None) -> Any:
+        return hidden_states
+
+
+def make_call(*args: Any, **kwargs: Any) -> ComponentCall:
+    module = Named()
+    callee = Callee("denoiser", module, "forward", "denoise")
+    return ComponentCall(callee, args, kwargs, module.forward)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        *(("hidden_states", x, math.isfinite(x)) for x in (0.0, 65504.0, INF, -INF, NAN)),
+        *(("attention_mask", x, x == -INF or math.isfinite(x)) for x in (0.0, INF, -INF, NAN)),
+        ("position_bias", -INF, True),
+    ],
+)
+def test_one_rule_says_what_is_meant(name: str, value: float, meant: bool) -> None:
+    """It holds for the ends of a range, which a guard reads, as for each element of a tensor."""
+    assert find_meant(name, value) is meant
+    tensor = torch.tensor([1.0, value], dtype=torch.float16)
+    assert find_meant(name, tensor).tolist() == [True, meant]
+    call = make_call(**{name: tensor})
+    assert call.is_given_finite is meant
+    cleaned = call.bring_to_finite()
+    assert cleaned.kwargs[name].tolist() == [1.0, value if meant else 0.0]
+    assert (cleaned is call) is meant
+
+
+def test_arguments_by_place_have_their_names() -> None:
+    """A mask that is given by place may hold -Inf, and a value beside it may not."""
+    hidden, mask = torch.tensor([1.0, -INF]), torch.tensor([0.0, -INF])
+    call = make_call(hidden, mask)
+    assert list(call.named) == ["hidden_states", "attention_mask"]
+    first, second = call.bring_to_finite().args
+    assert first.tolist() == [1.0, 0.0]
+    assert second is mask
+
+
+def test_arguments_are_cast_and_outputs_brought_back() -> None:
+    """Times stay as they are; the output has the dtype that the arguments had."""
+    seen = list[torch.dtype]()
+
+    class Seeing(Named):
+        def forward(
+            self, hidden_states: Any, attention_mask: Any = None, timestep: Any = None
+        ) -> Any:
+            seen.extend([hidden_states.dtype, timestep.dtype])
+            return hidden_states * 2
+
+    module = Seeing()
+    callee = Callee("denoiser", module, "forward", "denoise")
+    given = {"hidden_states": torch.tensor([1.5]), "timestep": torch.tensor([999.0])}
+    output = ComponentCall(callee, (), given, module.forward).proceed_in(torch.float16)
+    assert seen == [torch.float16, torch.float32]
+    assert (output.dtype, output.tolist()) == (torch.float32, [3.0])
+
+
+def test_what_fp16_cannot_hold_is_named() -> None:
+    """A mask of -Inf is not: what hides a score stays so."""
+    wide, mask = torch.tensor([1e5]), torch.tensor([-1e9])
+    call = make_call(wide, mask, torch.tensor([1e6]))
+    assert call.list_beyond(torch.float16) == ["hidden_states"]
+    assert call.list_beyond(torch.bfloat16) == []
+    assert not stays_finite(wide, torch.float16)
+    assert narrow_if_finite(wide, torch.float16) is wide
+    assert narrow_if_finite(torch.ones(1), torch.float16).dtype == torch.float16
+
+
+def test_an_output_that_the_narrow_format_cannot_hold_stays_wide() -> None:
+    """What came in fp16 and went out in fp32 beyond its range is not made Inf."""
+    made = torch.tensor([1e6])
+    assert bring_back(made, torch.float32, torch.float16).dtype == torch.float32
+    assert bring_back(torch.ones(1), torch.float32, torch.float16).dtype == torch.float16
+
+
+def test_calls_of_one_kind_have_one_key() -> None:
+    """Values are not in it; shapes, dtypes and plain arguments are."""
+    key = make_call(torch.zeros(2, 3)).key
+    assert key == make_call(torch.ones(2, 3)).key
+    others = [
+        make_call(torch.ones(2, 4)), make_call(torch.ones(2, 3).half()),
+        make_call(torch.ones(2, 3), timestep=1),
+    ]  # fmt: skip
+    assert len({key, *(x.key for x in others)}) == 4
+    assert sign_arguments((), {"a": 1, "b": 2}) == sign_arguments((), {"b": 2, "a": 1})
+
+
+def test_tensors_are_changed_wherever_they_are() -> None:
+    """In tuples, lists and mappings; whole numbers keep their dtype."""
+    nested = ({"a": [torch.ones(1)]}, torch.tensor([3]), "text")
+    held, second, text = cast_floats(nested, torch.float16)
+    (first,) = held["a"]
+    assert (first.dtype, second.dtype, text) == (torch.float16, torch.int64, "text")
+    (doubled, *_) = map_tensors((torch.ones(2), 1), lambda x: x * 2)
+    assert doubled.tolist() == [2.0, 2.0]
+
+
+def test_the_dtype_of_a_call_is_that_of_its_values() -> None:
+    """A time in fp32 beside values in fp16 is left out."""
+    call = make_call(torch.ones(1).half(), timestep=torch.ones(1))
+    assert call.came_as == torch.float16
+    assert find_float_dtype({"timestep": torch.ones(1)}, is_kept) is None
+
+
+def test_containers_of_the_caller_are_put_back() -> None:
+    """What code puts into a list or mapping that it is given comes out again."""
+    given, cache = [torch.ones(1)], {"a": torch.ones(1)}
+    held = HeldContainers(make_call(given, timestep=cache))
+    given.append(torch.zeros(1))
+    cache["b"] = torch.zeros(1)
+    held.restore()
+    assert len(given) == 1
+    assert list(cache) == ["a"]
