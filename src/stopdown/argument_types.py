@@ -14,10 +14,10 @@ _MOST = 60
 """Characters of a value that are shown."""
 
 RANGES = ("measured", "bound", "auto")
-"""What the exponents of a component can rest on."""
+"""Modes of ranges on which the exponents of a component can rest."""
 
 RESIDUALS = ("native", "fp32")
-"""What a residual stream can be kept in: as the model has it, or in fp32."""
+"""Precisions of the residual stream: the model's own, or fp32."""
 
 
 def check_type(

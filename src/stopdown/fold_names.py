@@ -72,7 +72,7 @@ def list_folds(exponents: Mapping[str, int]) -> dict[str, list[tuple[Place, int]
 def find_folded_parts(
     module: torch.nn.Module, exponents: Mapping[str, int]
 ) -> list[torch.nn.Module]:
-    """List the parts of a module, itself among them, that hold tensors with exponents."""
+    """List the module itself and all submodules that own, or contain, tensors with exponents."""
     paths = {""}
     for name in exponents:
         path = split_fold_name(name)[0].rpartition(".")[0]

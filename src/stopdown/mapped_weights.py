@@ -31,7 +31,7 @@ SHARE = 0.25
 """Of the machine's memory: weights that take more are mapped."""
 
 Load = Callable[[str], torch.Tensor]
-"""Gives a parameter or buffer by its name, as it is stored."""
+"""Returns a parameter or buffer by its name, in its stored dtype."""
 
 _STORED = "stopdown_stored"
 """Attribute of a weight that waits: its `StoredWeight`."""
@@ -315,5 +315,5 @@ def _reserve(path: Path, size_bytes: int) -> None:
 
 
 def bring_home(load: Load) -> Load:
-    """Load weights to the host, where all bounds are."""
+    """Return a loader that moves each weight to the host, where bounds are computed."""
     return lambda name: load(name).cpu()

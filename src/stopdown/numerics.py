@@ -45,10 +45,11 @@ HIDDEN_IN_FP16 = -NEAR_FP16_END
 """What hides scores in fp16. Its lowest number, -65504, is -Inf with a score below -16 added to it."""
 
 LARGEST_ERROR = 0.05
-"""Relative 2-norm error against fp32 that is not believed where bf16 does not run."""
+"""Largest relative error (2-norm) against fp32 that is accepted if bf16 doesn't run."""
 
 ROUNDED_ONCE = 2.0**-11
-"""The same that is believed whatever bf16 makes: rounding to fp16 changes a value by as much."""
+"""Relative error (2-norm) that is accepted whatever that of bf16: rounding to fp16 changes a value by
+as much."""
 
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -310,7 +311,7 @@ def relative_l2(value: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def measure_error(output: Any, reference: Any) -> float:
-    """Return the relative 2-norm of the difference, of the worst tensor; 0.0 if all are zero.
+    """Return the relative 2-norm of the difference for the worst tensor; 0.0 if no tensor differs.
 
     Values that are not finite in the reference are left out.
     """
@@ -325,11 +326,11 @@ def measure_error(output: Any, reference: Any) -> float:
 
 
 def describe_excess(error: float, bf16_error: float | None) -> str:
-    """Return how far a result is off, in words, if that is more than is believed; else "".
+    """Describe an error that is too large to be accepted; return "" for others.
 
     Args:
-        error: relative 2-norm against fp32.
-        bf16_error: that of the same call in bf16; None where that does not run.
+        error: relative 2-norm of the difference from fp32.
+        bf16_error: that of the same call in bf16; None if that doesn't run.
     """
     if error <= (LARGEST_ERROR if bf16_error is None else max(ROUNDED_ONCE, bf16_error)):
         return ""

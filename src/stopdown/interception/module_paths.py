@@ -78,8 +78,8 @@ class ModulePaths:
 
 
 def casts_weights(module: torch.nn.Module) -> bool:
-    """Return whether weights are cast to their input's dtype at each call, as ComfyUI's operations do.
+    """Return whether weights are cast to the input's dtype at each call, as by ComfyUI's operations.
 
-    Such a module computes in the dtype of its arguments, so its weights stay as they are stored.
+    Such a module computes in the dtype of its arguments, so its weights keep their stored dtype.
     """
     return any(getattr(part, "comfy_cast_weights", False) for part in list_modules(module))

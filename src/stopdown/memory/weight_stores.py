@@ -33,7 +33,7 @@ from stopdown.memory.strategies import Placement
 from stopdown.scaling import ComponentCall, StoredWeight
 
 WAITING = "stopdown_weights_wait"
-"""Attribute of a module whose weights wait elsewhere between calls."""
+"""Attribute of a module whose weights are offloaded between calls."""
 
 
 class WeightGroup(SameInCopies):

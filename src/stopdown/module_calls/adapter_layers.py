@@ -10,12 +10,12 @@ _ROLES = {"lora_magnitude_vector": "magnitude"}
 
 
 def is_adapter_layer(module: object) -> bool:
-    """Return whether a module is a layer that PEFT put around another."""
+    """Return whether a module is a PEFT layer that wraps another."""
     return isinstance(module, torch.nn.Module) and hasattr(type(module), "adapter_layer_names")
 
 
 def unwrap_name(name: str) -> str:
-    """Return the name that a parameter or module has without adapters around it."""
+    """Return a parameter's or module's name without the `base_layer` of adapters around it."""
     return f"{name}.".replace(".base_layer.", ".").removesuffix(".")
 
 
@@ -26,7 +26,7 @@ def list_adapter_names(layer: Any) -> set[str]:
 
 
 def find_role_tensors(layer: Any, name: str) -> dict[str, torch.Tensor]:
-    """Map the roles in one adapter of a layer to its tensors."""
+    """Map the roles (`lora_B`, `magnitude`) in one adapter of a layer to its tensors."""
     found: dict[str, torch.Tensor] = {}
     for kind in layer.adapter_layer_names:
         holder = getattr(layer, kind, {})

@@ -441,7 +441,7 @@ def find_float_dtype(
 
 
 def explain_call(function: str, call: Callable[[], Any], error: Exception) -> None:
-    """Say so if a call that was given as an example fails as it is, before anything is changed."""
+    """Raise an error if an example call fails by itself, before anything is changed."""
     try:
         with torch.no_grad():
             call()

@@ -17,7 +17,7 @@ from stopdown.module_calls.call import ComponentCall
 from stopdown.numerics import has_values, measure_amax
 
 Size = tuple[int, ...]
-"""Of an argument without its batch: `(226, 4096)` for 226 tokens."""
+"""Shape of an argument without its batch: `(226, 4096)` for 226 tokens."""
 
 _STEPS = ("timestep", "t")
 UNIT_NAMES = ("rotary", "freqs", "mask")
@@ -27,7 +27,7 @@ _ENCODED = ("encoder", "embed", "pooled", "cap_feats", "prompt", "context", "tex
 
 
 def read_names(module: torch.nn.Module, method: str) -> tuple[str, ...]:
-    """Return the names of the arguments of a module's method, in order; "" is the module itself."""
+    """Return the argument names of a module's method, without `self`, in order; "" means `forward`."""
     called = getattr(type(module), method or "forward")
     return tuple(inspect.signature(called).parameters)[1:]
 
@@ -35,14 +35,14 @@ def read_names(module: torch.nn.Module, method: str) -> tuple[str, ...]:
 def name_inputs(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
 ) -> list[tuple[str, torch.Tensor]]:
-    """Return a call's tensors in the order of `flatten_call`, each after the name of its argument."""
+    """Return each tensor of a call with its argument's name, in the order of `flatten_call`."""
     return [(name, tensor) for name, tensor, _ in _list_inputs(args, kwargs, names)]
 
 
 def _list_inputs(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> list[tuple[str, torch.Tensor, bool]]:
-    """Return each tensor of a call with its name, and whether it is an item of a list."""
+    """Return each tensor of a call with its argument's name, and whether it is an item of a list."""
     leaves, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
     return [
         (_name(path, names), leaf, len(path) > 2 and isinstance(path[-1], pytree.SequenceKey))
@@ -64,8 +64,9 @@ def read_sizes(
 ) -> list[tuple[str, Size]]:
     """Return the length, or height and width, of each argument: its shape without the batch.
 
-    A matrix in a list is one item of the batch, so its whole shape counts. Timesteps and size conditions
-    have no length. Rotary tables and masks are as long as something else.
+    A matrix in a list is one item of the batch, so its whole shape counts. Timesteps and size
+    conditions have no length. Rotary tables and masks are left out, as their lengths follow from other
+    arguments.
     """
     return [
         (name, tuple(map(int, tensor.shape if listed and tensor.dim() == 2 else tensor.shape[1:])))
@@ -77,7 +78,7 @@ def read_sizes(
 
 
 def fits(size: Size, largest: Collection[Size]) -> bool:
-    """Return whether a size is no larger in any dimension than one of several sizes."""
+    """Return whether a size is no larger in any dimension than at least one of several sizes."""
     pairs = (zip(size, most, strict=True) for most in largest if len(most) == len(size))
     return any(all(x <= y for x, y in pair) for pair in pairs)
 
@@ -90,7 +91,7 @@ def show_sizes(sizes: Iterable[Size]) -> str:
 def find_largest_step(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
 ) -> float:
-    """Return the largest timestep among a call's arguments; 0 without one."""
+    """Return the largest timestep among a call's arguments; 0 if there is none."""
     named = name_inputs(args, kwargs, names)
     steps = [x for name, x in named if is_timestep(name, x) and has_values(x)]
     return max((measure_amax(x.float()) for x in steps), default=0.0)

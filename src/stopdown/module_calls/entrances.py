@@ -33,7 +33,7 @@ from stopdown.numerics import bound_values, is_readable, iterate_tensors, measur
 
 
 class ReplacedError(Exception):
-    """Other exponents were put on, or these came off: the call begins again."""
+    """Raised if the exponents were replaced or removed while a call waited: the call begins again."""
 
 
 class BeyondError(ScalingError):

@@ -168,7 +168,7 @@ def run_call(
 ) -> tuple[Any, bool]:
     """Run a call; return its output and whether it drew random numbers. The generators are restored.
 
-    It gets copies of its tensors and containers, so that the same call can be made again.
+    It receives copies of its tensors and containers, so that the call can be repeated.
     """
     given = pytree.tree_map_only(torch.Tensor, torch.clone, (args, dict(kwargs or {})))
     weight = next(module.parameters(), None)

@@ -76,7 +76,7 @@ from stopdown.sources.sources import fingerprint
 from stopdown.weight_checks import find_quantised
 
 PLANNED = "stopdown_planned"
-"""Attribute of a module while a plan or a repair is on it, also one without exponents."""
+"""Attribute that a module has while a plan or a repair is applied to it, even one without exponents."""
 
 _REMEDY = "Load the checkpoint in fp32 without adapters, or make a plan: stopdown plan SOURCE."
 

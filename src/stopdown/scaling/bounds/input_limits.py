@@ -224,7 +224,7 @@ def _word_input(
 
 
 def state_limit(name: str, encoded: float = EMBEDDINGS) -> float:
-    """Return the limit of a floating argument by its name; inf for none."""
+    """Return the assumed largest magnitude of a floating argument by its name; inf for none."""
     if any(word in name for word in UNIT_NAMES):
         return 1.0
     if any(word in name for word in (*FREE_NAMES, *FIXED_NAMES)):

@@ -85,7 +85,7 @@ class AdapterFolds(SameInCopies):
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def put_on(self, patches: Patches) -> None:
-        """Follow the adapters of the module until `patches` is undone."""
+        """Scale present and future adapters of the module until `patches` is undone."""
         for layer in list_adapter_layers(self.module):
             self._see(self.module, "", layer)
         patches.defer(self._take_off)

@@ -49,11 +49,11 @@ class FoldsAlone:
         free: Collection[str] | None = (),
         narrow: Collection[str] = (),
     ) -> Scaling | None:
-        """Find exponents by folding alone; None if there are none.
+        """Find exponents by folding alone, which weight files can store; return None if there are none.
 
         Args:
-            groups: `module.path.attribute` of eps that only change together.
-            free: others that may change, each by itself; None for all. The rest stays as it is.
+            groups: groups of `module.path.attribute` of eps that change by the same factor.
+            free: further eps that may change independently; None for all. The rest stays fixed.
             narrow: classes of modules inside which fp32 values must fit into fp16 as well.
         """
         return _find(self.module, self.kinds, groups, free, narrow)
@@ -106,6 +106,6 @@ def _find(
 
 
 def _is_stored(place: str) -> bool:
-    """Return False for a clamp's bound that fp16 rounds to 0: nothing stored in fp16 lies below it."""
+    """Return False for a clamp's limit that fp16 rounds to 0: no positive fp16 value is below it."""
     number = read_clamp(place.rpartition(".")[2])
     return number is None or number > FP16.smallest / 2

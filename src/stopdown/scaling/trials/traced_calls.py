@@ -24,7 +24,7 @@ from stopdown.scaling_records import ResidualStream, Scaling
 
 
 class TracedCalls:
-    """Calls of one component and their captures, each made once."""
+    """The calls of one component, with their captures, each of which is made once."""
 
     def __init__(self, module: torch.nn.Module, made: Sequence[ComponentCall]) -> None:
         self.module = module
@@ -35,7 +35,7 @@ class TracedCalls:
     def capture(
         self, stream: ResidualStream | None
     ) -> list[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]]:
-        """Capture the calls with the stream that they are planned for, each with its arguments.
+        """Return each call's capture for a residual stream, with the call's arguments.
 
         Cost: a capture for each call (seconds) that has none yet.
         """
@@ -56,13 +56,13 @@ class TracedCalls:
         return tuple(signs)
 
     def certify(self, residual: str, load: Load, *, hands_over: bool = False) -> Scaling:
-        """Find exponents from the weights alone, with the stream asked for or else the model's own.
+        """Find exponents from bounds, with an fp32 residual stream if requested and possible.
 
         Args:
             residual: `native` or `fp32`.
-            load: gives a parameter or buffer by name.
+            load: returns a weight by its name.
             hands_over: an encoder of the pipeline returns hidden states, which no norm has made small.
-                Outputs of encoders may then have any value that fp16 holds, if exponents for that cost
+                Outputs of encoders are then assumed to have any fp16 value, if exponents for that cost
                 nothing.
 
         Raises:
@@ -98,13 +98,16 @@ class TracedCalls:
         tied: Mapping[str, tuple[str, ...]],
         load: Load,
     ) -> dict[str, Any]:
-        """Put the calls into the rules of the checker, as `export_graphs` does."""
+        """Export the calls as rules of the checker, as `export_graphs` does."""
         captured = self.capture(scaling.stream)
         return export_graphs(self.module, scaling, captured, tensors, tied, load)
 
 
 def _price(scaling: Scaling) -> tuple[float, ...]:
-    """Return the cost of exponents: work in fp32, multiplies, values without a bound, digits of weights."""
+    """Return the cost of exponents as a sort key.
+
+    In order: FLOPs and modules in fp32, multiplies, values without a bound, and bits scaled down.
+    """
     lowest = min((entry for pair in scaling.layers.values() for entry in pair), default=0)
     rest = scaling.values - scaling.bounded
     return (scaling.fp32_flops, len(scaling.fp32_modules), len(scaling.multiplies), rest, -lowest)

@@ -186,12 +186,12 @@ class CallWatch(SameInCopies):
         *,
         casts: bool = True,
     ) -> None:
-        """Put exponents on a module so that calls are refused that they do not hold for.
+        """Apply exponents to a module so that calls are refused for which they don't hold.
 
         Args:
-            put: folds them in and casts the module; its patches take them off.
-            patches: take all of it off.
-            casts: the module is cast as well.
+            put: folds the exponents in and casts the module; its patches undo that.
+            patches: undoes everything.
+            casts: whether the module is cast as well.
         """
         if scaling.exponents or scaling.multiplies or scaling.eps or scaling.outputs:
             cls(module, scaling, options or WatchOptions(), casts=casts).put_on(put, patches)
@@ -200,7 +200,7 @@ class CallWatch(SameInCopies):
 
     @staticmethod
     def find(module: torch.nn.Module) -> CallWatch | None:
-        """Return a module's present watch; another thread may have replaced it since a call began."""
+        """Return a module's current watch; another thread may have replaced exponents since a call began."""
         watch: CallWatch | None = vars(module).get(_WATCH)
         if watch is None or watch.module is not module:
             return None
@@ -209,10 +209,11 @@ class CallWatch(SameInCopies):
 
     @staticmethod
     def scale_ends(module: torch.nn.Module, call: ComponentCall) -> Any:
-        """Make a call with its ends multiplied as the exponents need, if its signature needs that.
+        """Make a call, and multiply its arguments and outputs if the exponents need that for its signature.
 
-        This layer is next to the module, beneath casts and a guard, so a guard keeps, repairs and compares
-        the program's own values. A replay under other exponents comes here, too, and is not multiplied.
+        This layer is next to the module, inside casts and a guard. So a guard stores, repairs and compares
+        the caller's unscaled values. A replay with other exponents passes through here too, and is not
+        multiplied.
         """
         found = _thread.scaled
         if found is None or found[0].module is not module or not found[0].is_in_force:
@@ -293,7 +294,7 @@ class CallWatch(SameInCopies):
             yield
 
     def _lead_now(self, call: ComponentCall) -> Any:
-        """Make a call with the present watch, which may have replaced this one since the call began."""
+        """Make a call with the current watch, which may have replaced this one since the call began."""
         watch = self.find(self.module)
         return call.proceed() if watch is None else watch.lead(call)
 
