@@ -200,7 +200,7 @@ class CallWatch(SameInCopies):
 
     @staticmethod
     def find(module: torch.nn.Module) -> CallWatch | None:
-        """Return a module's current watch; another thread may have replaced exponents since a call began."""
+        """Return the current watch of a module; another thread may have replaced it since a call began."""
         watch: CallWatch | None = vars(module).get(_WATCH)
         if watch is None or watch.module is not module:
             return None
