@@ -281,7 +281,11 @@ def _clean(name: str, value: Any) -> Any:
 
 
 def _bring_to_finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with 0 in the place of NaN and Inf; the tensor itself where there are none."""
+    """Return a tensor with NaN and Inf replaced by 0, or the tensor itself if it has none.
+
+    Args:
+        is_mask: keep -Inf, which hides scores in masks.
+    """
     if not (tensor.is_floating_point() and is_readable(tensor) and is_plain()):
         return tensor
     with torch.no_grad(), without_autocast():
