@@ -305,7 +305,7 @@ class Comparison(Displayed):
         reference: the precision against which the others are measured; a row may have another one.
         reference_reason: why that precision is the reference.
         recommended: the precision to use; None if there is none.
-        headline: which precisions give the reference's pictures, and which one to use.
+        headline: which precisions give the same pictures as the reference, and which one to use.
         reasons: for pairs of precisions, which one is closer to the reference, in whole sentences.
         variants: results by precision.
         rows: results by prompt.

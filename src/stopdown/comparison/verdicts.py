@@ -186,8 +186,8 @@ def recommend(
         prompts: number of prompts; with fewer than `FEWEST_TIMED` the headline states no times.
 
     Returns:
-        The precision, or None; and two sentences: which precisions give the reference's pictures, and
-        which one to use.
+        The precision, or None; and two sentences: which precisions give the same pictures as the
+        reference, and which one to use.
     """
     usable = [v for v in variants if v.verdict in ("same", "reference")]
     if not usable:
