@@ -102,7 +102,7 @@ def is_timestep(name: str, tensor: torch.Tensor) -> bool:
 
 
 def is_encoded(name: str) -> bool:
-    """Return whether an argument's name is that of an encoder's output."""
+    """Return whether an argument has the name of a text or image encoder's output."""
     return any(word in name for word in _ENCODED)
 
 
