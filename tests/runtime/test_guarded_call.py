@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from stopdown.interception.component_locks import find_lock
 from stopdown.module_calls.call import ComponentCall
 from stopdown.module_calls.callee import Callee
-from stopdown.records import Scaling
+from stopdown.records import CallSummary, Scaling
+from stopdown.runtime import guarded_call
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.guarded_call import Call, GivenTensors
 from stopdown.runtime.repairs import Component
@@ -82,3 +86,53 @@ def test_a_call_counted_with_a_fault_may_be_right_in_the_end() -> None:
     assert guarded.summary.headroom_bits == 1.0
     guarded.record_as_right()
     assert guarded.summary.non_finite == 0
+
+
+class Watched(threading.Condition):
+    """A lock that says when another thread begins to wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self._first = threading.Event(), threading.get_ident()
+
+    def __enter__(self) -> bool:
+        if threading.get_ident() != self._first:
+            self.asked.set()
+        return super().__enter__()
+
+
+@pytest.mark.parametrize("kind", ["calls", "formats", "corrections"])
+def test_what_two_threads_note_at_once_is_all_there(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first thread has read the counts and not written them yet, the second one notes as well.
+
+    It waits for the first, or has written by then: no load and no clock decides which.
+    """
+    guarded, _ = make_call(torch.zeros(1))
+    guarded.summary = CallSummary("vae", "decode", 0, 0.0, (), 2)
+    note, place, name = {
+        "calls": (lambda _: guarded.record(0.0, CallCheck()), CallSummary, "add"),
+        "formats": (guarded.record_own_precision, guarded_call, "replace"),
+        "corrections": (lambda _: guarded.record_as_right(), guarded_call, "replace"),
+    }[kind]
+    lock, second = Watched(), threading.Thread(target=note, args=("bf16",))
+    monkeypatch.setattr(find_lock(guarded.module), "_turn", lock)
+    write = getattr(place, name)
+
+    def interrupt(held: Any, *args: Any, **changes: Any) -> Any:
+        if second.ident is None:
+            second.start()
+            while second.is_alive() and not lock.asked.is_set():
+                second.join(0.001)
+        return write(held, *args, **changes)
+
+    monkeypatch.setattr(place, name, interrupt)
+    note("fp16")
+    second.join()
+    made = {
+        "calls": guarded.summary.calls,
+        "formats": sorted(guarded.summary.precisions),
+        "corrections": guarded.summary.non_finite,
+    }
+    assert made[kind] == {"calls": 2, "formats": ["bf16", "fp16"], "corrections": 0}[kind]
