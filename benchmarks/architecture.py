@@ -8,6 +8,8 @@ Of the whole package, `attributes` are those of the classes with most of them: f
 methods set on `self`. `locks` are locks, conditions, events and thread-local stores, `private` the names of
 attributes that begin with `stopdown_`, `options` those of all commands. `untested` are modules without a
 test file of their name, `ambiguous` the public names of functions and classes that several modules define.
+Of the core, `public` counts the names in its list, `behind` are those that modules above take from its
+modules past the list, and `leaving` what it imports from above.
 Each revision is checked out beside this one and walked by this script; rows of other revisions stay:
 
     python benchmarks/architecture.py 76f02be4 HEAD
@@ -34,8 +36,11 @@ ROOT = Path(__file__).parents[1]
 LARGEST = 10
 """Classes whose attributes are stored."""
 
+INNER = ("scaling", "graph", "bounds")
+"""Packages of the core itself, wherever a revision has them."""
+
 CORE = (
-    "scaling",
+    *INNER,
     "fake_tensors",
     "module_calls",
     "fold_names.py",
@@ -44,6 +49,13 @@ CORE = (
     "weight_checks.py",
 )
 """Where the lines of the core are: `scaling`, and what lay in it before it became a level below."""
+
+GROUND = (
+    *("argument_types", "component_call_names", "errors", "files.toml_files", "interception"),
+    *("number_formats", "numerics", "out_of_memory", "public_names", "record_display"),
+    "scaling_records",
+)
+"""Modules below the core that are shared with the rest of the package."""
 
 LOCKS = ("Lock", "RLock", "Condition", "Event", "local", "Semaphore", "Barrier")
 RESULT = ROOT / "benchmarks" / "results" / "architecture.json"
@@ -183,6 +195,7 @@ def count_package(place: Path) -> dict[str, Any]:
         "options": count_options(place),
         "lines": sum(path.read_text().count("\n") for path in trees),
         "core_lines": count_core_lines(place / "src" / "stopdown"),
+        **count_face(place / "src" / "stopdown"),
         "dependencies": len(read_dependencies(place)),
         "ambiguous": list_ambiguous(trees),
         "untested": list_untested(place),
@@ -213,6 +226,36 @@ def count_core_lines(package: Path) -> int:
     places = [package / name for name in CORE]
     files = [x for place in places for x in (place.rglob("*.py") if place.is_dir() else [place])]
     return sum(x.read_text().count("\n") for x in files if x.exists())
+
+
+def count_face(package: Path) -> dict[str, Any]:
+    """Count the public names of the core, and list what passes its wall in either direction."""
+    stub = package / "scaling" / "__init__.pyi"
+    public = stub.read_text().count("\nfrom ") if stub.exists() else 0
+    behind, leaving = set[str](), set[str]()
+    below = (*(name.removesuffix(".py") for name in CORE), *GROUND)
+    for path in sorted(package.rglob("*.py")):
+        own = ".".join(path.relative_to(package).with_suffix("").parts)
+        for module, name in _list_imports(ast.parse(path.read_text())):
+            if not _is_among(own, below) and _is_among(module, INNER) and module != "scaling":
+                behind.add(f"{module}.{name}")
+            if _is_among(own, below) and not _is_among(module, below):
+                leaving.add(f"{own} imports {module}.{name}".removesuffix("."))
+    return {"public": public, "behind": sorted(behind), "leaving": sorted(leaving)}
+
+
+def _list_imports(tree: ast.Module) -> list[tuple[str, str]]:
+    """Return the modules of the package that a module imports from, below `stopdown`, with each name."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stopdown."):
+            module = str(node.module).removeprefix("stopdown.")
+            found += [(module, alias.name) for alias in node.names]
+    return found
+
+
+def _is_among(module: str, names: tuple[str, ...]) -> bool:
+    return any(module == x or module.startswith(f"{x}.") for x in names)
 
 
 def read_dependencies(place: Path) -> list[str]:
