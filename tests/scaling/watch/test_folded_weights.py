@@ -1,0 +1,95 @@
+"""Weights with folded exponents: what was written, replaced or cast is found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from stopdown.errors import ScalingError
+from stopdown.interception.patches import Patches
+from stopdown.scaling.watch.folded_weights import FoldedWeights
+from stopdown.scaling_records import Scaling
+
+SCALING = Scaling(exponents={"0.weight": -2, "1.weight[0:4]": 1, "1.weight[4:8]": 2})
+
+
+def make(*, casts: bool = False, grad: bool = False) -> tuple[nn.Sequential, FoldedWeights]:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+    module.requires_grad_(grad)
+    known = FoldedWeights(module, SCALING, "transformer", casts=casts)
+    known.note()
+    return module, known
+
+
+def test_weights_that_stay_are_right() -> None:
+    """So are writes to weights without exponents, and a write of the same values."""
+    module, known = make()
+    known.check()
+    module[2].weight.mul_(2)
+    module[0].weight.mul_(1)
+    known.check()
+    assert not known.has_half
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_weight_that_was_rewritten_is_refused(place: int) -> None:
+    """By name, also where single blocks of it have exponents."""
+    module, known = make()
+    module[place].weight.mul_(2)
+    with pytest.raises(ScalingError, match=rf"1 weights of transformer were .*: {place}\.weight"):
+        known.check()
+
+
+def test_a_weight_that_was_replaced_is_compared_by_value() -> None:
+    """A copy on another device is the same weight; another one is not."""
+    module, known = make()
+    module[0].weight = nn.Parameter(module[0].weight.clone(), requires_grad=False)
+    known.check()
+    module[0].weight = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+    with pytest.raises(ScalingError, match=r"0\.weight"):
+        known.check()
+
+
+def test_a_cast_to_fp16_is_the_same_weight() -> None:
+    """Values are compared in the narrower format."""
+    module, known = make()
+    module[:2].half()
+    known.check()
+    assert known.has_half
+
+
+def test_a_cast_of_what_stays_in_fp32_is_refused() -> None:
+    """After a cast of ours, whatever is in fp32 is meant to be."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)).requires_grad_(False)
+    module[:2].half()
+    known = FoldedWeights(module, SCALING, "transformer", casts=True)
+    known.note()
+    known.check()
+    module.half()
+    with pytest.raises(ScalingError) as caught:
+        known.check()
+    assert caught.value.what == (
+        "transformer was cast since its exponents were folded in: 2.weight is fp16, and was fp32, as "
+        "were 1 more."
+    )
+
+
+def test_weights_that_arrive_late_are_known() -> None:
+    """A quantizer loads them after the exponents were put on."""
+    module, known = make()
+    module[0].weight.mul_(2)
+    known.note_arrived()
+    known.check()
+
+
+def test_gradients_of_folded_weights_are_refused_until_it_is_undone() -> None:
+    """Those of others flow."""
+    module, known = make(grad=True)
+    with Patches() as patches:
+        known.refuse_gradients(patches)
+        with pytest.raises(ScalingError, match=r"A gradient of 0\.weight of transformer"):
+            module[0](torch.ones(1, 8)).sum().backward()
+        module[2](torch.ones(1, 8)).sum().backward()
+    module[0](torch.ones(1, 8)).sum().backward()
+    assert module[0].weight.grad is not None
