@@ -1,1 +1,1 @@
-"""Explain: a message, a log or a picture to its cause and remedy."""
+"""Diagnosis of error messages, logs, pictures and sound: cause, evidence and remedy."""

@@ -1,4 +1,4 @@
-"""Explain what users have: exceptions, texts, piped logs, pictures, clips, sound and records."""
+"""`explain`: diagnose exceptions, texts, piped logs, pictures, clips, sound and records."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from stopdown.frames.sound_faults import SoundFault
 
 NONE = "none"
-"""The fault of a picture or video that shows none."""
+"""`Diagnosis.fault` of a picture or video without a visible fault."""
 
 FEW_STEPS = 4
-"""A result of so few denoising steps is wrong in every precision, unless the model is made for few."""
+"""Number of denoising steps up to which a result is bad in any precision, except for few-step models."""
 
 MOST_STREAM_BYTES = 2**30
-"""A stream that has not ended by then is read no further."""
+"""Bytes after which reading of a stream stops."""
 
 MOST_FRAMES = 2_000
-"""Of a longer video the first frames are looked at; of large ones `media.MOST_CLIP_BYTES`."""
+"""Number of frames of a video that are checked; large ones are limited by `media.MOST_CLIP_BYTES`."""
 
 
 def explain(subject: str | BaseException | Path) -> Diagnosis:
@@ -57,11 +57,11 @@ def explain(subject: str | BaseException | Path) -> Diagnosis:
             of a picture, or of a video.
 
     Returns:
-        The diagnosis. Its `fault` is `unknown` where no cause is known, and `none` for a picture that
-        looks healthy.
+        The diagnosis. Its `fault` is `unknown` if no cause is known, and `none` for a picture that looks
+        healthy.
 
     Raises:
-        InputError: a path that cannot be read.
+        InputError: the path cannot be read.
     """
     if isinstance(subject, Path):
         return explain_file(subject)
@@ -77,7 +77,7 @@ def explain(subject: str | BaseException | Path) -> Diagnosis:
 
 
 def explain_stream(stream: BinaryIO) -> Diagnosis:
-    """Explain piped input as `explain` does, with only its beginning and end in memory."""
+    """Explain a log from a stream, of which only the beginning and the end are kept in memory."""
     head, tail = stream.read(MOST_BYTES // 2), b""
     for _ in range(MOST_STREAM_BYTES // (MOST_BYTES // 2)):
         piece = stream.read(MOST_BYTES // 2)
@@ -136,7 +136,7 @@ def _explain_clip(path: Path, frames: Iterator[Any]) -> Diagnosis:
 
 
 def _name_run(found: Diagnosis, path: Path) -> Diagnosis:
-    """Add the record beside a clip to a diagnosis: the faults of its run first, model and prompt."""
+    """Extend a clip's diagnosis by the record beside it: the run's faults, its model and its prompt."""
     record = find_record_path(path)
     try:
         if not record.is_file() or read_kind(record) != "run":

@@ -1,4 +1,4 @@
-"""What `explain` knows: causes, signs and generations of cards, read from `knowledge/explain`."""
+"""Knowledge of `explain`: causes, signs and card generations, read from `knowledge/explain`."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ import msgspec
 from stopdown.files.toml_files import read_folder
 
 UNKNOWN = "unknown"
-"""The fault of a text that holds no message that is known."""
+"""`Diagnosis.fault` of a text without a known message."""
 
 
 class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One thing that goes wrong, and how it shows.
+    """A cause of failures, with the patterns by which it is recognised.
 
     Attributes:
         name: short name: `operands-differ`.
-        fault: the class that it belongs to: `dtype-mismatch`.
-        points: how much its message alone says.
-        title: one sentence; `{first}` and such are filled from the message.
-        plain: the sentence for a message without these values; "" where the title has none.
-        counts: a message counts only if its `invalid` is `all` of its `shape`, or `part` of it.
-        messages: patterns, one of which must be found.
-        needs: patterns, one of which must be found as well, when there are any.
-        loose: patterns of how people describe it, which count in a short text that names something of a
-            run (`beside`).
-        next: commands that tell more.
-        reports: `owner/repo#number` of the same failure.
+        fault: class of faults to which it belongs: `dtype-mismatch`.
+        points: weight of its message as evidence.
+        title: one sentence; placeholders such as `{first}` are filled from the message.
+        why: explanation.
+        messages: patterns, one of which must match.
+        remedy: remedies, best first.
+        next: commands that give more information.
+        reports: public reports of the same failure, as `owner/repo#number`.
+        plain: title for a message without the values; "" if the title has no placeholders.
+        counts: the message only counts if the group `invalid` is `all` or `part` of the group `shape`.
+        needs: patterns, one of which must match as well, if there are any.
+        loose: patterns of people's own descriptions, which count in a short text that mentions part of a
+            run (`Knowledge.beside`).
     """
 
     name: str
@@ -50,7 +52,13 @@ class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sign(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fact around a message: all of `match` and none of `unless` is found; `says` is what it means."""
+    """Additional evidence in a text: it applies if all of `match` and none of `unless` match.
+
+    Attributes:
+        points: weight that it adds to each cause of a favoured fault.
+        favours: faults that it makes more likely.
+        says: meaning of the sign.
+    """
 
     match: tuple[re.Pattern[str], ...]
     points: int
@@ -60,14 +68,14 @@ class Sign(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Something that a log names of its run: `card`, by patterns with the group `value`."""
+    """A fact about a run that a log may contain, such as `card`; its patterns have the group `value`."""
 
     what: str
     lines: tuple[re.Pattern[str], ...]
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Cards for which the same remedies are right, and how remedies name them."""
+    """Graphics cards that need the same remedies: patterns of their names, and of those in remedies."""
 
     cards: re.Pattern[str]
     named: re.Pattern[str]
@@ -75,15 +83,19 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Knowledge:
-    """All that is known: causes, signs, what each fault is, and lines that programs print in every run.
+    """All knowledge of `explain`.
 
     Attributes:
-        routine: lines that name what a run was, and say nothing of a fault.
-        advice: lines that say what to try in some other case.
-        beside: what a run has, and a prompt has not: formats, cards, options, models.
-        facts: what a log names of its run.
-        demands: what a message says that a card must be, which names no card of the run.
-        generations: cards that need other remedies than others.
+        causes: causes; of equally likely ones the first is chosen.
+        signs: additional evidence.
+        faults: description by fault.
+        routine: patterns of lines that describe a run and are no evidence of a fault.
+        advice: patterns of lines with advice for other cases.
+        beside: patterns of formats, cards, options and models, which a text about a run mentions and a
+            prompt does not.
+        facts: facts about a run that a log may contain.
+        demands: patterns of requirements on a card in messages, which do not name the card in use.
+        generations: groups of cards that need different remedies.
     """
 
     causes: tuple[Cause, ...]
@@ -98,21 +110,21 @@ class Knowledge:
 
 
 LONGEST_DESCRIPTION = 1_500
-"""Characters of a text that may be a person's description of what happened."""
+"""Length in characters up to which a text may be a person's description of what happened."""
 
 FILES = ("dtypes.toml", "overflow.toml", "signs.toml", "external_causes.toml")
-"""Of `knowledge/explain/`, in the order in which equal causes are answered: the likelier ones first."""
+"""Files of `knowledge/explain/`, most likely causes first, as the first of equal causes is chosen."""
 
 
 @functools.cache
 def read_knowledge() -> Knowledge:
-    """Read the knowledge that comes with the package; of causes with equal points the first wins."""
+    """Read the package's knowledge from `knowledge/explain`; cached."""
     files = read_folder("explain")
     return parse_knowledge(files[name] for name in sorted(files, key=FILES.index))
 
 
 def parse_knowledge(files: Iterable[Mapping[str, Any]]) -> Knowledge:
-    """Parse the tables of several files, joined by their names, into one `Knowledge`."""
+    """Parse the tables of several files into one `Knowledge`; tables of the same name are joined."""
     tables: dict[str, list[dict[str, Any]]] = {}
     for file in files:
         for kind, entries in file.items():
@@ -141,7 +153,7 @@ def parse_knowledge(files: Iterable[Mapping[str, Any]]) -> Knowledge:
 
 
 def _fill_words(known: Any, words: Mapping[str, str]) -> Any:
-    """Replace each `<<name>>` in the patterns of nested tables by the pattern of that word."""
+    """Replace each `<<name>>` in nested tables of patterns by the pattern in `words`."""
     if isinstance(known, str):
         return re.sub("<<[a-z]+>>", lambda found: words[found[0]], known)
     if isinstance(known, Mapping):

@@ -1,4 +1,4 @@
-"""Explain the text of a message, a traceback or a log: its cause, evidence and remedy."""
+"""Diagnosis of the text of a message, traceback or log: cause, evidence and remedy."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from stopdown.records import (
 )
 
 MOST_CHARACTERS = 200_000
-"""Of a longer text, once its lines are condensed, the first and the last half of this are searched."""
+"""Characters of a condensed text that are searched; of a longer one, half from each end."""
 
 LONGEST_LINE = 1_000
-"""Characters of a line that are searched; a message is at its beginning."""
+"""Characters of a line that are searched, from its beginning."""
 
 MOST_BYTES = 8_000_000
-"""Of a longer text, file or stream the first and the last half of this are read."""
+"""Bytes of a text, file or stream that are read; of a longer one, half from each end."""
 
 ALTERNATIVES = 8
 
 
 def explain_text(text: str) -> Diagnosis:
-    """Explain the text of a message, a traceback or a log, as `explain` does."""
+    """Return the diagnosis of the text of a message, a traceback or a log."""
     half = MOST_BYTES // 2
     ends = [text] if len(text) <= MOST_BYTES else [text[:half], text[-half:]]
     return explain_ends(ends)
 
 
 REFUSALS = (RuntimeError, TypeError, ValueError)
-"""What torch, and kernels that are called in its place, raise at operands of two dtypes."""
+"""Exceptions that torch, or a kernel used in its place, raises for operands of different dtypes."""
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether an error says that the operands of one operation have different dtypes."""
+    """Return whether an error's message is about operands of different dtypes in one operation."""
     return explain_text(f"{type(error).__name__}: {error}").fault == "dtype-mismatch"
 
 
 def decode_log(head: bytes, tail: bytes) -> list[str]:
-    """Decode the beginning and end of a text; as one part where nothing was skipped between them."""
+    """Decode the beginning and the end of a text; return one part if nothing between them was skipped."""
     is_whole = len(tail) < MOST_BYTES // 2
     parts = [head + tail] if is_whole else [head, tail]
     coding = find_coding(head)
@@ -60,7 +60,7 @@ def decode_log(head: bytes, tail: bytes) -> list[str]:
 
 
 def find_coding(head: bytes) -> str:
-    """Return the encoding of a text: UTF-8, or the UTF-16 of PowerShell's logs."""
+    """Return the encoding of a text by its beginning: UTF-8, or UTF-16 as in PowerShell's logs."""
     if b"\0" not in head:
         return "utf-8"
     return {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}.get(
@@ -102,7 +102,7 @@ _Signs = list[tuple[Sign, list[re.Match[str]]]]
 
 
 def _blank(patterns: Iterable[re.Pattern[str]], text: str) -> str:
-    """Replace the matches of patterns by blanks; all other characters keep their position."""
+    """Replace all matches of patterns by spaces, so that other characters keep their position."""
     for pattern in patterns:
         text = pattern.sub(lambda found: " " * len(found[0]), text)
     return text
@@ -111,10 +111,13 @@ def _blank(patterns: Iterable[re.Pattern[str]], text: str) -> str:
 def _weigh(
     cause: Cause, text: str, telling: str, signs: _Signs, *, is_told: bool
 ) -> _Candidate | None:
-    """Weigh the evidence for a cause; return None when its message, or a sign it needs, is missing.
+    """Weigh the evidence for a cause; return None if its message, or a pattern it needs, is missing.
 
     Args:
-        is_told: it may be a person's description, in which loose words count.
+        text: text in which messages are searched.
+        telling: text with routine lines blanked, in which `loose` and `needs` are searched.
+        signs: signs in the text, with their matches.
+        is_told: whether the text may be a person's description, in which `Cause.loose` counts.
     """
     match = _find_first(cause.messages, text) or _find_first(
         cause.loose if is_told else (), telling
@@ -127,7 +130,7 @@ def _weigh(
 
 
 def _counts(cause: Cause, match: re.Match[str]) -> bool:
-    """Return whether a message's share of bad values, all or some, is that of the cause."""
+    """Return whether a message's share of bad values (all or some) is as the cause requires."""
     if not cause.counts:
         return True
     total = math.prod(map(int, re.findall(r"\d{1,9}", match["shape"])))
@@ -140,22 +143,22 @@ def _find_first(patterns: Iterable[re.Pattern[str]], text: str) -> re.Match[str]
 
 
 def _find_all(patterns: Iterable[re.Pattern[str]], text: str) -> list[re.Match[str]]:
-    """Return a match of every pattern, or an empty list."""
+    """Return a match of each pattern; an empty list if one has none."""
     matches = [pattern.search(text) for pattern in patterns]
     return [match for match in matches if match] if all(matches) else []
 
 
 def condense(text: str, end: str = "") -> tuple[str, list[int]]:
-    """Return a text with each line once, and the original number of each line, from 1.
+    """Return a text without repeated lines, and the original number of each line, from 1.
 
-    Lines that differ in their digits only, such as those of a progress bar, count as one. Control
-    sequences are removed, white space in a line becomes one blank, long lines are cut, and the middle
-    of a text that is still long is left out: no pattern sees a long line, or two blanks or line ends
-    side by side.
+    Lines that differ only in digits, such as those of a progress bar, count as repeated. Control sequences
+    are removed, white space in a line becomes one space, long lines are cut, and the middle of a text that
+    is still too long is dropped. Patterns therefore need not handle long lines, repeated spaces or empty
+    lines.
 
     Args:
-        text: all of it, or its beginning.
-        end: its end, where the middle was not read; its lines have the number 0.
+        text: the whole text, or its beginning.
+        end: its end, if the middle was not read; the number of these lines is 0.
     """
     lines: dict[str, tuple[int, str]] = {}
     seen: set[str] = set()
@@ -219,7 +222,7 @@ def _describe_known(
 
 
 def read_run(known: Knowledge, text: str) -> dict[str, str]:
-    """Read the facts of a run that a log names: all its options, and the first match of other facts."""
+    """Read the facts about a run in a log, by name: all options, and the first match of other facts."""
     found = {}
     text = _blank(known.demands, text)
     for fact in known.facts:
@@ -235,7 +238,11 @@ def read_run(known: Knowledge, text: str) -> dict[str, str]:
 
 
 def _choose_remedies(known: Knowledge, cause: Cause, card: str) -> tuple[str, ...]:
-    """Return a cause's remedies, those for the named card first, without those for other cards."""
+    """Return a cause's remedies: those for the given card first, and none for other cards.
+
+    Args:
+        card: name of the card in the log; "" if unknown.
+    """
     own = [x.named for x in known.generations if card and x.cards.search(card)]
     others = [x.named for x in known.generations if card and not x.cards.search(card)]
 
@@ -249,7 +256,7 @@ def _choose_remedies(known: Knowledge, cause: Cause, card: str) -> tuple[str, ..
 
 
 def _list_alternatives(weighed: list[_Candidate], known: Knowledge) -> Iterator[Alternative]:
-    """List the other faults once each, likeliest first."""
+    """Yield each fault other than the best candidate's once, most likely first."""
     seen = {weighed[0].cause.fault}
     for other in weighed[1:]:
         fault = other.cause.fault
@@ -269,7 +276,7 @@ _DTYPES = (
 
 
 def name_operand(text: str) -> str:
-    """Return our name of a dtype in a message: `fp16` for `struct c10::Half` or `torch.cuda.HalfTensor`."""
+    """Return Stopdown's name of a dtype in a message: `fp16` for `c10::Half` or `torch.cuda.HalfTensor`."""
     for pattern, name in _DTYPES:
         if re.search(pattern, text, re.IGNORECASE):
             return name
@@ -277,7 +284,7 @@ def name_operand(text: str) -> str:
 
 
 def _fill(cause: Cause, values: dict[str, str]) -> str:
-    """Fill the title with the values of the message; return the plain title when a value is missing."""
+    """Fill a cause's title with values from the message; return the plain title if a value is missing."""
     wanted = set(re.findall(r"\{(\w+)\}", cause.title))
     return cause.title.format(**values) if wanted <= set(values) else cause.plain or cause.title
 
@@ -287,7 +294,7 @@ _MODEL_FILE = re.compile(r"(?:^|/)(?=(?:diffusers|transformers)/(?:models|pipeli
 
 
 def _find_frame(text: str) -> str:
-    """Return the deepest frame of a traceback in a model's code; "" when there is none."""
+    """Return the deepest frame of a traceback in Diffusers' or Transformers' model code; "" if none."""
     frames = [
         f"{parts[-1]}:{frame[2]} in {frame[3]}"
         for frame in _FRAME.finditer(text)

@@ -1,1 +1,1 @@
-"""What will go wrong with dtypes, found without weights and before a run, and how it is mended."""
+"""Detection of dtype problems before a run and without weights, and their repair."""

@@ -1,12 +1,12 @@
-"""`check`: everything about dtypes that will go wrong, before a run and without needing the weights.
+"""`check`: find dtype problems of a model before a run, without its weights.
 
-A live pipeline is checked as it is, a source as loading would make it: its code runs once on fake
-tensors and every operation is judged by the rules of the backend (`inspection`); parameters, schedules,
-the device's formats and, where they are on this disk, the values of weights are looked at beside.
+A live pipeline is checked as it is, a source as it would be loaded. Its code runs once on fake tensors, and
+every operation is compared with the rules of the backend (`inspection`). Parameters, schedules, the
+device's formats and, if they are on this disk, the values of weights are checked separately.
 
-**Catches** what `knowledge/rules/findings.toml` lists.
-**Does not catch** overflow of activations, which depends on the values of weights (`sum_overflow`, a
-plan, and the guard), what a custom kernel does inside, and what only another request would meet.
+**Catches** the problems in `knowledge/rules/findings.toml`.
+**Does not catch** overflow of activations, which depends on the values of weights (see `sum_overflow`,
+plans and the guard), problems inside custom kernels, and problems that only another request has.
 """
 
 from __future__ import annotations
@@ -72,14 +72,15 @@ from stopdown.sources.source import Source, list_weight_files
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A check with what it rests on.
+    """Findings of a check, with the observations behind them.
 
     Attributes:
-        findings: worst first.
-        seen: what one run without weights showed.
-        precisions: component → format that it was judged in, or call → format where the methods of a
-            component differ; empty for a live pipeline as it is.
-        callees: of a program in memory, each call that was or can be made.
+        findings: findings, worst first.
+        seen: observations of one dry run.
+        profile: device for which the model was checked.
+        precisions: format by component, or by call if the methods of a component differ; empty for a live
+            pipeline that was checked as it is.
+        callees: component calls of a program in memory.
     """
 
     findings: list[Finding]
@@ -98,28 +99,28 @@ def check(
     sums: bool = False,
     run: Callable[[], Any] | None = None,
 ) -> list[Finding]:
-    """Find every dtype problem of a pipeline or program, worst first; a healthy one gives an empty list.
+    """Find every dtype problem of a pipeline or program, worst first; the list is empty if there are none.
 
     Args:
-        pipe_or_source: a Diffusers pipeline, or another program as `guard` takes it; or a SOURCE: a Hub
-            id (only configs and the headers of its weights are fetched), a Diffusers folder, or a
-            bundled model. Configs are enough.
-        precision: `fp16`, or by component: `transformer=fp16,vae.decode=fp32`. A source is judged as
+        pipe_or_source: a Diffusers pipeline, or another program as for `guard`; or a SOURCE: a Hub id
+            (only configs and the headers of its weights are downloaded), a Diffusers folder, or a bundled
+            model. Configs are enough.
+        precision: `fp16`, or by component: `transformer=fp16,vae.decode=fp32`. A source is checked as
             `load` would run it: fp16 with a plan, `fp16-plain` without one. A live pipeline has no plan
-            and is judged as if it were cast. `plan.json` judges it as if that plan were applied; dtypes
-            as in `load`. None and `auto` judge a live pipeline as it is, and a source as it is stored.
-        device: of this machine (`cuda`, `mps`, `cpu`) or a profile (`v100`); None for a live
-            pipeline's own device, and for a source the device that `auto` finds here.
-        arguments: of the pipeline's call; without them its defaults.
-        sums: load the weights as well and run two steps in fp32, to find sums that kernels with fp16
-            accumulators would not hold, and products that do not fit into fp16.
+            and is checked as if it were cast. `plan.json` checks it as if that plan were applied; dtypes
+            as in `load`. None and `auto` check a live pipeline as it is, and a source as it is stored.
+        device: a device of this machine (`cuda`, `mps`, `cpu`) or a profile (`v100`); None for a live
+            pipeline's own device, and for a source the device that `auto` chooses here.
+        arguments: arguments of the pipeline's call; the others have their defaults.
+        sums: also load the weights and run two steps in fp32, to find sums that overflow in kernels with
+            fp16 accumulators, and products that do not fit into fp16.
         run: a function that runs a program other than a pipeline once, as in later use. The program's own
             code runs; calls of its modules return zeros and are not computed.
 
     Raises:
-        InputError: the program is no pipeline, and `run` is missing or calls none of its modules.
+        InputError: the program is not a pipeline, and `run` is missing or calls none of its modules.
         SourceError: there is no such source, or a config does not describe its class.
-        OptionError: the precision or the device is unknown, or sums are asked of a plan.
+        OptionError: the precision or the device is unknown, or `sums` was given with a plan.
         PlanError: the plan is damaged or belongs to another model.
     """
     asked = None if precision is None else write_request(precision)
@@ -151,7 +152,7 @@ def inspect_pipeline(
     sums: bool = False,
     run: Callable[[], Any] | None = None,
 ) -> CheckResult:
-    """Check as `check` does, and return the findings with the observations that support them."""
+    """Check a model as `check` does, and return the findings with the observations behind them."""
     path = find_plan_path(precision or "")
     asked = parse_request(precision or "auto") if path is None else read_plan(path)
     if sums and isinstance(asked, Plan):
@@ -242,7 +243,7 @@ def _check_program(
     device: str | None,
     run: Callable[[], Any],
 ) -> CheckResult:
-    """Check a program that is not a pipeline; its components are the modules that a run of it calls."""
+    """Check a program that is not a pipeline; its components are the modules that `run` calls."""
     place, profile = _find_place(device or find_device(program))
     with apply_plan(program, asked) if isinstance(asked, Plan) else contextlib.nullcontext():
         seen = examine_program(program, place, run)
@@ -276,7 +277,7 @@ def _check_program(
 
 @dataclass(frozen=True)
 class _Live:
-    """A program in memory, and where it is judged for."""
+    """A program in memory, with its components and the device for which it is checked."""
 
     program: Any
     components: Mapping[str, torch.nn.Module]
@@ -285,7 +286,7 @@ class _Live:
 
 
 def _judge_planned(live: _Live, plan: Plan, seen: Examination) -> CheckResult:
-    """Combine the observations of a program under a plan with findings about its weights."""
+    """Combine the observations of a program with a plan applied, and findings about its weights."""
     found = list(parameters.check_parameters(live.components, {}))
     return _conclude(live, found, [seen], _list_planned(plan))
 
@@ -299,7 +300,9 @@ def _judge_live(
     """Combine the observations of a program with findings about its weights.
 
     Args:
-        copy: returns the components as if loaded in these dtypes; a skeleton that has run is used up.
+        parts: observations of one run for each map of formats.
+        copy: returns components without weights as if loaded in the given dtypes. The skeletons of the
+            runs cannot be used again.
     """
     widening = {module_path for part in parts for module_path in part.widening}
     found = [
@@ -365,7 +368,7 @@ def _check_source(
 
 
 def _mark_planned(seen: Examination, planned: Collection[str]) -> Examination:
-    """Mark the calls of components that a run would rescale by a plan."""
+    """Return the observations with the calls of these components marked as rescaled by a plan."""
     callees = {
         call: dataclasses.replace(callee, is_rescaled=True)
         if callee.component_name in planned
@@ -376,12 +379,12 @@ def _mark_planned(seen: Examination, planned: Collection[str]) -> Examination:
 
 
 def _leave_out(precisions: Mapping[str, str], planned: Collection[str]) -> dict[str, str]:
-    """Return the formats of the components whose weights are only cast, not rescaled by a plan."""
+    """Return the formats without those of components that a plan rescales."""
     return {name: entry for name, entry in precisions.items() if name not in planned}
 
 
 def choose_auto(source: Source, device: str | None) -> tuple[str, str]:
-    """Return the precision that `auto` takes for a source on a device, and a sentence of explanation."""
+    """Return the precision that `auto` chooses for a source on a device, with an explanation."""
     profile = find_device_target(device or "auto")[1]
     facts = gather_facts(source)
     if not all(fact.stored for fact in facts):
@@ -406,11 +409,13 @@ def _list_planned(plan: Plan) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Options:
-    """The format of each call. A component has one, so two runs are looked at where its methods differ.
+    """Requested format of each component call.
+
+    A component has one format in a run, so two runs are needed if the methods of a component differ.
 
     Attributes:
-        calls: component → what it is called as.
-        formats: call → format; absent ones stay.
+        calls: names of the calls of each component.
+        formats: format by call; others keep theirs.
     """
 
     calls: Mapping[str, tuple[str, ...]]
@@ -418,7 +423,7 @@ class _Options:
 
     @property
     def chosen(self) -> dict[str, str]:
-        """The format of each component, or of each call where the methods of a component differ."""
+        """The format of each component, or of each of its calls if they differ."""
         found: dict[str, str] = {}
         for name, calls in self.calls.items():
             each = {call: self.formats[call] for call in calls if call in self.formats}
@@ -427,9 +432,9 @@ class _Options:
         return found
 
     def list_formats(self) -> list[dict[str, str]]:
-        """Map each component to the format of its first call.
+        """Return the formats of the components for each run: those of their first calls.
 
-        A second map has the formats of the last calls, where any of these differs.
+        If the last calls differ, a second run has theirs.
         """
         sides = [
             {name: self.formats[x[at]] for name, x in self.calls.items() if x[at] in self.formats}
@@ -444,7 +449,11 @@ class _Options:
         ]
 
     def examine(self, look: Callable[[dict[str, torch.dtype]], Examination]) -> list[Examination]:
-        """Examine one run for each map of formats, and keep the calls that had their own format in it."""
+        """Examine one run for each map of formats; from each, keep the calls with their own format.
+
+        Args:
+            look: examines a run with components in the given dtypes.
+        """
         parts = [look(dtypes) for dtypes in self.list_dtypes()]
         if len(parts) == 1:
             return parts
@@ -453,7 +462,7 @@ class _Options:
 
 
 def _take(seen: Examination, has: Callable[[str], bool]) -> Examination:
-    """Restrict an examination to some calls and to the pipeline's own code."""
+    """Return the observations of some calls, and of the pipeline's own code."""
     return dataclasses.replace(
         seen,
         observations=[x for x in seen.observations if x.call == "pipeline" or has(x.call)],
@@ -470,7 +479,7 @@ def list_files(source: Source) -> dict[str, list[Path]]:
 
 
 def _add_whole(precisions: dict[str, str]) -> dict[str, str]:
-    """Add the entry `checkpoint`, for a single file, where all components share one precision."""
+    """Add the entry `checkpoint`, which stands for a single file, if all components have one precision."""
     chosen = set(precisions.values())
     return {**precisions, "checkpoint": chosen.pop()} if len(chosen) == 1 else precisions
 
@@ -514,7 +523,7 @@ def _join(
 
 
 def make_place(profile: Profile) -> Place:
-    """Describe where a profile's operations run, in the form that the backend rules take."""
+    """Return the backend and versions that a profile describes, as input of the backend rules."""
     version = (read_version("torch") or "0").partition("+")[0].split(".")
     numbers = tuple(int(part) for part in version if part.isdigit())
     return Place(profile.kind, profile.number, profile.macos, numbers, profile.onednn_formats)
@@ -523,7 +532,7 @@ def make_place(profile: Profile) -> Place:
 def read_stored(source: Source) -> dict[str, str]:
     """Map each component to the format of most of its bytes, from the headers of its weights.
 
-    A folder with configs only says nothing, a single file nothing by component.
+    Empty for a folder with only configs, and for a single file, which is not split by component.
     """
     tables = sources.read_stored_dtypes(source) if source.kind != "file" else {}
     found = {}

@@ -1,4 +1,4 @@
-"""Findings beside the operations: formats of the device, schedules, single models, fp16 without a plan."""
+"""Findings from outside the operations: device formats, schedules, models' needs, fp16 with no plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS = {"emulated": "format-emulated", "slow": "format-slow", "broken": "forma
 
 
 def check_device(seen: Examination, profile: Profile) -> Iterator[Finding]:
-    """Find formats that the device lacks, emulates, computes wrongly or runs slowly."""
+    """Find formats in use that the device lacks, emulates, computes wrongly or runs slowly."""
     used: dict[str, list[CallStats]] = {}
     for callee in seen.callees.values():
         if callee.main is not None:
@@ -49,7 +49,7 @@ def _check_fault(fault: DeviceFault, seen: Examination, profile: Profile) -> Ite
 
 
 def check_schedule(seen: Examination) -> Iterator[Finding]:
-    """Find faults of the timesteps and of the scheduler's tables."""
+    """Find timesteps and scheduler tables whose values collapse in 16 bits."""
     schedule = getattr(seen.scheduler, "timesteps", None)
     for callee in seen.callees.values():
         yield from _check_times(callee, schedule)
@@ -85,9 +85,10 @@ def _check_tables(scheduler: Any) -> Iterator[Finding]:
 
 
 def check_upcast(seen: Examination) -> Iterator[Finding]:
-    """Find autoencoders that must run in fp32 and do not.
+    """Find autoencoders with `force_upcast` in their config that run in fp16 anyway.
 
-    A pipeline that upcasts one direction of it has read the config, and chose fp16 for the other.
+    If a pipeline upcasts one direction (encode or decode), it has read the config and chosen fp16 for the
+    other, which is no fault.
     """
     wide = {d.component_name for d in seen.callees.values() if d.main == torch.float32}
     for callee in seen.callees.values():
@@ -102,7 +103,7 @@ def check_upcast(seen: Examination) -> Iterator[Finding]:
 
 
 def check_needs(seen: Examination) -> Iterator[Finding]:
-    """Find models that need another format than the one they run in."""
+    """Find models that would run in a format in which their class does not work."""
     for callee in seen.callees.values():
         for need in read_needs():
             main = name_dtype(callee.main) if callee.main is not None else ""

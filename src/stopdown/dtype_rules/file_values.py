@@ -1,9 +1,9 @@
-"""What a weight file holds, and what of it would go wrong: one pass over its values, without a model.
+"""Contents of a weight file and their faults, found in one pass over its values without a model.
 
-**Catches** NaN and Inf, values beyond fp16 and such that fp16 rounds to zero, scales that are missing,
-NaN, zero or too small for fp16, layers of zeros, a file that ends in zeros, halves of a LoRA, a dtype that
-the device does not store; and says on which devices programs fall back to fp16.
-**Does not catch** values between layers, which no weight shows: a plan finds those.
+**Catches** NaN and Inf, values beyond fp16 and values that fp16 rounds to zero, scales that are missing,
+NaN, zero or too small for fp16, layers of zeros, a file that ends in zeros, incomplete LoRA pairs, and a
+dtype that the device does not support; also lists the devices on which programs fall back to fp16.
+**Does not catch** activations, which weights do not show; a plan covers those.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stopdown.sources.lora_names import DENOISER, OTHER_KINDS, split_lora_name, 
 from stopdown.sources.weight_files import WeightFile
 
 ZERO_TAIL = 4096
-"""So many zeros at the end of a file's last matrix are none that were trained."""
+"""Number of zeros at the end of a file's last matrix from which they count as damage, not training."""
 
 
 _LOW_RANK = ("lora_A", "lora_B")
@@ -36,7 +36,17 @@ _LOW_RANK = ("lora_A", "lora_B")
 
 @dataclass
 class _Values:
-    """What one pass over a weight's values found."""
+    """Statistics of a weight's values.
+
+    Attributes:
+        amax: largest finite magnitude.
+        bad: number of NaN and Inf values.
+        beyond: number of values beyond fp16's maximum.
+        count: number of values.
+        zero_tail: number of zeros at the end.
+        scales: smallest and largest scale of a quantised weight.
+        findings: faults of the weight.
+    """
 
     amax: float = 0.0
     bad: int = 0
@@ -181,7 +191,7 @@ def _check_scales(weight: FileWeight, found: _Values) -> Iterator[Finding]:
 
 
 def _check_tail(file: WeightFile, values: Sequence[_Values]) -> Iterator[Finding]:
-    """Find a matrix from some point of which all values to the end of the file are zero."""
+    """Find the matrix in which a run of zeros up to the end of the file begins, if it is long."""
     zeros = 0
     for weight, found in zip(reversed(file.weights), reversed(values), strict=True):
         if found.zero_tail >= ZERO_TAIL and len(weight.shape) > 1:
@@ -232,7 +242,7 @@ def is_quantised(stored: str) -> bool:
 
 
 def _merge(findings: Sequence[Finding]) -> list[Finding]:
-    """Merge findings with the same kind and remedy into one that lists the other places."""
+    """Merge findings with the same kind and remedy into one that also lists the other weights."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.kind, finding.remedy), []).append(finding)
@@ -246,7 +256,7 @@ def _merge(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def find_weight_component(name: str) -> str:
-    """Return the component that a weight of a file belongs to, by the prefix of its name; "" if none."""
+    """Return the prefix of a weight's name that stands for its component; "" if there is none."""
     return split_prefix(name)[1].rstrip("._")
 
 

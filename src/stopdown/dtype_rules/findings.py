@@ -1,4 +1,4 @@
-"""Observations as findings: one for each cause, with what was seen, what it leads to, what to type."""
+"""Conversion of observations into findings: one for each cause, with evidence, consequence and remedy."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from stopdown.files.toml_files import read_rules
 from stopdown.records import Finding
 
 SEVERITIES = ("error", "wrong", "slow", "note")
-"""From the worst on."""
+"""Severities of findings, worst first."""
 
 
 class FindingKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How findings of a kind are worded.
+    """Texts of a kind of finding.
 
     Attributes:
         severity: see `Finding`.
+        why: consequence of the fault.
         remedy: what to type; `{component}`, `{path}`, `{argument}`, `{dtype}` are filled in.
-        evidence: what was seen, filled in with the facts of an observation; "" where code words it.
-        is_fault: False where it says what a model is, and not that anything is wrong with it.
+        evidence: template for the facts of an observation; "" if code writes the text.
+        is_fault: False if findings of this kind describe a property of a model and no fault.
     """
 
     severity: Literal["error", "wrong", "slow", "note"]
@@ -48,7 +49,11 @@ def is_fault(kind: str) -> bool:
 
 
 def make_finding(kind: str, module_path: str, evidence: str, **facts: str) -> Finding:
-    """Make a finding of a kind, with its explanation and remedy filled in."""
+    """Make a finding of a kind, with its explanation and remedy filled in.
+
+    Args:
+        facts: further values for the placeholders.
+    """
     words = read_kinds()[kind]
     name = split_module_path(module_path)[0]
     owner, _, method = name.rpartition(".")  # a component of another program may have a dot, too
@@ -65,7 +70,7 @@ def make_finding(kind: str, module_path: str, evidence: str, **facts: str) -> Fi
 
 
 def word_for_program(finding: Finding) -> Finding:
-    """Reword the remedy of a finding for a program that is not a pipeline."""
+    """Reword a finding's remedy for a program that is not a pipeline, for which no command applies."""
     remedy = finding.remedy
     for pattern, words in _PROGRAM_WORDS:
         remedy = re.sub(pattern, words, remedy)
@@ -90,7 +95,7 @@ _PROGRAM_WORDS = (
 
 
 class _Blanks(dict[str, str]):
-    """Facts by name; a missing one stays as it was written."""
+    """Values for a format string; placeholders without a value are left unchanged."""
 
     def __missing__(self, key: str) -> str:
         return f"{{{key}}}"
@@ -104,7 +109,7 @@ def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def word_observations(observations: Iterable[Observation]) -> list[Finding]:
-    """Make one finding for each cause among the observations."""
+    """Group observations by cause, and make one finding for each."""
     groups: dict[tuple[str, ...], list[Observation]] = {}
     for observation in observations:
         groups.setdefault(_find_cause(observation), []).append(observation)

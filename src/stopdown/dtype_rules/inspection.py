@@ -1,9 +1,9 @@
-"""What a dry run shows of dtypes: every operation of every component, judged by the rules of a backend.
+"""Observation of the dtypes in a dry run: every operation is compared with the rules of a backend.
 
-Code around the components is walked as well, on its real tensors.
+The pipeline's own code around the components is observed as well, on its real tensors.
 
-**Catches** what one request meets, of the size that it has.
-**Does not catch** what a dry run does not; where it ends early, what was not seen is listed.
+**Catches** the operations of one request at its size.
+**Does not catch** operations that a dry run does not reach; if it ends early, the rest is listed.
 """
 
 from __future__ import annotations
@@ -49,13 +49,16 @@ from stopdown.pipelines.requests import refuse_unknown
 
 @dataclass
 class CallStats:
-    """One component call, as the pipeline used it.
+    """Facts about one kind of component call in a run.
 
     Attributes:
-        name: of the call: `transformer`, `vae.decode`.
-        main: dtype of most of its weights in that call; None without any.
-        times: what each call got as its timestep.
-        is_rescaled: a plan made it fit fp16.
+        component_name: name of the component.
+        name: name of the call: `transformer`, `vae.decode`.
+        kind: class of the component.
+        main: dtype of most of its weights during the call; None without weights.
+        times: timestep of each call.
+        force_upcast: whether the component's config requires fp32.
+        is_rescaled: whether a plan has rescaled it for fp16.
     """
 
     component_name: str
@@ -69,15 +72,15 @@ class CallStats:
 
 @dataclass
 class Examination:
-    """What was seen.
+    """Observations of one dry run.
 
     Attributes:
-        observations: what the judges found, in the order of the run.
-        callees: each component call that was used, by its component.
-        operations: (operation, format) → the module path of its first use.
-        unseen: what could not be walked, with the reason.
-        scheduler: of a pipeline, after the run.
-        widening: module paths of modules that cast their input to fp32 themselves, beside fp32 parameters.
+        observations: dtype problems, in the order of the run.
+        callees: component calls of the run, by name.
+        operations: module path of the first use of each (operation, format).
+        unseen: components whose code could not be run on fake tensors, with the reasons.
+        scheduler: a pipeline's scheduler after the run.
+        widening: module paths of modules with fp32 parameters that cast their own input to fp32.
     """
 
     observations: list[Observation] = field(default_factory=list)
@@ -94,7 +97,9 @@ def observe_skeleton(
     """Run a skeleton once and return the observations of its operations.
 
     Args:
-        skeleton: from `build_skeleton` or `copy_skeleton`; it is used up.
+        skeleton: pipeline from `build_skeleton` or `copy_skeleton`, which cannot be used again.
+        place: backend and versions whose rules apply.
+        arguments: arguments of the call that override the made-up ones.
     """
     refuse_unknown(type(skeleton), arguments or {})
     given = {**make_arguments(skeleton), **(arguments or {})}
@@ -110,10 +115,10 @@ def examine_program(
     run: Callable[[], Any],
     torch_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Examination:
-    """Run a live program that is not a pipeline once, and return the observations; restore it afterwards.
+    """Dry-run a live program that is not a pipeline, return the observations, and restore the program.
 
     Args:
-        torch_dtypes: component → dtype that it is treated as loaded in.
+        torch_dtypes: dtypes in which components are treated as loaded, by name.
     """
     return _listen(
         DtypeListener(place, "cpu"),  # a live program runs where it is
@@ -130,10 +135,11 @@ def _listen(listener: DtypeListener, start: Callable[[list[Listener]], None]) ->
 
 
 class DtypeListener(Listener):
-    """Judges the operations of a dry run, those of the pipeline's own code among them.
+    """Listener that checks the operations of a dry run, including those of the pipeline's own code.
 
     Args:
-        device: what the code around the components is told that it runs on.
+        place: backend and versions whose rules apply.
+        device: device that the code outside the components sees.
     """
 
     def __init__(self, place: Place, device: str) -> None:
@@ -153,11 +159,11 @@ class DtypeListener(Listener):
         return self._result
 
     def around(self, arguments: Mapping[str, Any]) -> AbstractContextManager[object]:
-        """Return the walk through the pipeline's own code."""
+        """Return the function mode that checks the pipeline's own code, outside its components."""
         return self._around
 
     def begin(self, run: DryCall) -> None:
-        """Note a call, whose arguments the walk outside does not see."""
+        """Record facts about a component call, and pause the check of the code outside components."""
         self._around.is_paused = True
         module, callee = run.call.callee.owner, run.call.callee
         precisions = read_precisions(module)
@@ -176,7 +182,7 @@ class DtypeListener(Listener):
 
     @contextmanager
     def inside(self, run: DryCall, paths: ModulePaths) -> Iterator[None]:
-        """Walk through a component's code."""
+        """Check the operations of a component's code on fake tensors, and add the observations."""
         callee, seen = run.call.callee, self._result.callees[run.call.callee.name]
         judge = Judge(_make_case(callee, seen.main, self._place, list_autocast()))
         walk = Walk(judge, seen.main, paths=paths)
@@ -198,7 +204,7 @@ class DtypeListener(Listener):
             self._result.operations.setdefault(key, name_module_path(name, path))
 
     def end(self, run: DryCall) -> None:
-        """Resume the walk through the pipeline's code, and mark the output with its origin."""
+        """Resume the check of the pipeline's own code, and mark the output's dtype with its origin."""
         for tensor in iterate_tensors(run.output):
             set_origin(tensor, DtypeOrigin("output", f"the output of {run.call.callee.name}", ""))
         self._around.is_paused = False
@@ -235,7 +241,11 @@ def _asks_for_mps(kind: type) -> bool:
 
 
 def _mark_argument(name: str, value: Any, fakes: Mapping[int, torch.Tensor]) -> None:
-    """Mark the fake tensors of an argument with its name."""
+    """Record on an argument's fake tensors that their dtype comes from this argument.
+
+    Args:
+        fakes: fake tensor by `id` of the real one.
+    """
     if isinstance(value, torch.Tensor):
         fake = fakes[id(value)]
         set_origin(fake, DtypeOrigin("argument", name, "", before=str(find_dtype_origin(value))))

@@ -1,13 +1,13 @@
-"""`mend`: what a check finds, put right on a live pipeline, and taken off again to the last bit.
+"""`mend`: repair on a live pipeline what `check` finds; undoing restores every bit.
 
-Casts of parameters keep the old tensors until they are undone. Casts at a boundary are layers at the
-component call; inside of a component they are hooks at the module that refuses.
+If parameters are cast, the original tensors are kept until the repair is undone. Arguments of a component
+are cast in a layer around its calls, inputs inside a component by hooks on the module that refuses them.
 
-**Catches** several dtypes in one component, fp32 that was lost, components that disagree, fp32 that comes
-out of a module kept in it, modules that cast their input to fp32 beside narrow parameters, autocast that
-overrides, `force_upcast` that no code reads, tables of a scheduler.
-**Does not catch** damaged weights, positions made in 16 bits, models that need another precision: they
-remain in `remaining`. Bits that a cast has taken do not come back.
+**Catches** several dtypes in one component, fp32 modules that were cast, components that disagree, fp32
+outputs of modules kept in fp32, modules that cast their input to fp32 but have narrower parameters,
+overriding autocast, `force_upcast` that no code reads, and narrow tables of a scheduler.
+**Does not catch** damaged weights, positions computed in 16 bits, and models that need another precision;
+these are listed in `remaining`. Bits that a cast has lost are not restored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from stopdown.records import Finding, Operands
 from stopdown.scaling import ComponentCall, Rank, intercept, put_cast
 
 ROUNDS = 8
-"""Mending one thing can show the next, or be all there was: a check follows each round."""
+"""Maximum number of rounds; a check follows each, as a repair can reveal or resolve other findings."""
 
 _ORDER = (
     ("mixed-parameters", "several-dtypes", "fp32-module-lost", "sigmas-collapse"),
@@ -42,15 +42,19 @@ _ORDER = (
     ("widens-itself", "fp32-module-not-cast-back", "mixed-operands"),
     ("boundary",),
 )
-"""Kinds of findings, causes before what they may lead to."""
+"""Kinds of findings in the order of repair, causes before their possible consequences."""
 
 
 @dataclass(frozen=True)
 class _Case:
-    """Where something is mended.
+    """Finding to repair, with its place.
 
     Attributes:
-        widening: module paths of modules that cast their input to fp32 themselves.
+        name: component of the finding.
+        path: path of the module in the component.
+        callees: calls of the component.
+        widening: module paths of modules that cast their own input to fp32.
+        done: sentences about earlier repairs.
     """
 
     pipe: Any
@@ -67,10 +71,11 @@ class _Case:
 
 
 class Mending:
-    """What was mended on a pipeline; `undo` takes it off and restores every bit.
+    """Repairs on a pipeline; `undo` removes them and restores every bit.
 
     Attributes:
-        remaining: what is left to find, worst first.
+        done: a sentence for each repair.
+        remaining: findings after the repairs, worst first.
     """
 
     def __init__(self, done: tuple[str, ...], remaining: list[Finding], patches: Patches) -> None:
@@ -80,7 +85,7 @@ class Mending:
         return f"Mending({len(self.done)} done, {len(self.remaining)} remaining)"
 
     def undo(self) -> None:
-        """Restore the pipeline to the last bit. A second call does nothing."""
+        """Restore the pipeline bit for bit. A second call does nothing."""
         self._patches.undo()
 
     def __enter__(self) -> Mending:
@@ -97,17 +102,18 @@ def mend(
     arguments: Mapping[str, Any] | None = None,
     run: Callable[[], Any] | None = None,
 ) -> Mending:
-    """Mend the faults that `check` finds in a live pipeline or program, in place.
+    """Repair in place the faults that `check` finds in a live pipeline or program.
 
     Args:
-        pipe: a Diffusers pipeline with its weights, or another program as `guard` takes it.
+        pipe: a Diffusers pipeline with its weights, or another program as for `guard`.
         device, arguments, run: as for `check`.
 
     Returns:
         A handle with `.done`, `.remaining` and `.undo()`, also a context manager.
 
     Raises:
-        InputError: it holds no module, or is no pipeline and `run` is missing or calls nothing.
+        InputError: `pipe` has no modules; or it is not a pipeline, and `run` is missing or calls none of
+            its modules.
     """
     find_components(pipe)  # refuses a name of a pipeline
     validate_call("mend", arguments, run)
@@ -129,7 +135,7 @@ def mend(
 
 
 def _mend_roots(pipe: Any, checked: CheckResult, done: list[str], patches: Patches) -> list[str]:
-    """Mend the findings that may cause others first, and return a sentence for each new repair."""
+    """Repair the findings of the first group in `_ORDER` that has any; return a sentence for each repair."""
     for kinds in _ORDER:
         chosen = [finding for finding in checked.findings if finding.kind in kinds]
         said = [_mend_one(pipe, finding, checked, done, patches) for finding in chosen]
@@ -142,7 +148,7 @@ def _mend_roots(pipe: Any, checked: CheckResult, done: list[str], patches: Patch
 def _mend_one(
     pipe: Any, finding: Finding, checked: CheckResult, done: Collection[str], patches: Patches
 ) -> str:
-    """Mend one finding, and return a sentence about the repair; "" when there is none."""
+    """Repair one finding, and return a sentence about the repair; "" if there is none for it."""
     name, path = split_module_path(finding.module_path)
     remedy = _REMEDIES.get(finding.kind)
     callees = tuple(x for x in checked.callees if x.component_name == name)
@@ -185,7 +191,7 @@ def _restore_kept(case: _Case) -> str:
 
 
 def _widen_parameters(case: _Case) -> str:
-    """Cast parameters to fp32 in every module of a class that casts its own input to fp32."""
+    """Cast the parameters of all modules that, by their class, cast their own input to fp32."""
     parts = find_widening(case.module, case.name, [name_module_path(case.name, case.path)])
     names = [
         f"{path}.{key}".removeprefix(".")
@@ -216,7 +222,7 @@ def _cast_arguments(case: _Case) -> str:
 
 
 def _cast_at_module(case: _Case) -> str:
-    """Cast inputs to the dtype of the weights, at a module and its counterparts in other blocks."""
+    """Put hooks on a module, and its counterparts in other blocks, that cast inputs to the weights' dtype."""
     own = [
         part
         for place, part in case.module.named_modules()
@@ -266,4 +272,4 @@ _REMEDIES: dict[str, Callable[[_Case], str]] = {
     "force-upcast-unread": _upcast,
     "sigmas-collapse": _renew_scheduler,
 }
-"""Kind of finding → what mends it."""
+"""Function that repairs each kind of finding."""

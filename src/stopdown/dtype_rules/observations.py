@@ -1,14 +1,14 @@
-"""What a walk sees, judged by the rules of a backend: observations with their module path.
+"""Rules that turn the operations of a call into observations of dtype problems, with module paths.
 
-A judge is told of every step of a component's call. What it finds wrong becomes an `Observation`;
-`findings` makes findings of them. An operand is at fault when it has another dtype than most weights of
-the component, and where it got that dtype says what is: an argument (the components disagree), a
-parameter (a partial load, fp32 that is not cast back), or the code in between.
+A `Judge` receives every operation of a component call, and records problems as `Observation`; `findings`
+words them. The operand at fault is one whose dtype differs from that of most of the component's weights.
+The origin of its dtype shows the cause: an argument (components disagree), a parameter (a partial load,
+fp32 that is not cast back), or the code in between.
 
-**Catches** mixed operands, formats that an operation lacks, positions that collapse in 16 bits, masks
-that hide a whole row, clamps at fp16's maximum, casts that autocast takes back.
-**Does not catch** what depends on the values of weights; fp64 on MPS in a file that asks for MPS, as
-authors do who take fp32 there.
+**Catches** mixed operands, formats in which an operation is not implemented, positions that collapse in 16
+bits, masks that hide a whole row, clamps at fp16's maximum, casts that autocast reverts.
+**Does not catch** problems that depend on the values of weights; fp64 on MPS in a file that mentions MPS,
+since its authors use fp32 there.
 """
 
 from __future__ import annotations
@@ -37,11 +37,15 @@ _MASKED = ("scaled_dot_product_attention", "add", "add_", "masked_fill", "masked
 
 @dataclass(frozen=True)
 class Observation:
-    """One thing that is wrong at one place.
+    """A dtype problem of one operation.
 
     Attributes:
-        call: `transformer`, `vae.decode`, or `pipeline` for the code around them.
-        path: dotted path of the module in it; "" for the component itself.
+        kind: kind of the finding that it leads to.
+        call: component call, such as `transformer` or `vae.decode`; `pipeline` for code outside them.
+        component: name of the component.
+        path: dotted path of the module in the component; "" for the component itself.
+        operation: name of the operation.
+        facts: values for the text of the finding.
     """
 
     kind: str
@@ -53,19 +57,23 @@ class Observation:
 
     @property
     def module_path(self) -> str:
-        """`component:dotted.path`, the component without its direction."""
+        """Module path `component:dotted.path`, without the component's method."""
         return name_module_path(self.component, self.path)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a judge has to know of a component.
+    """Facts about a component call that `Judge` needs.
 
     Attributes:
-        main: dtype of most of its weights; None without any.
+        call: name of the call.
+        component: name of the component.
+        main: dtype of most of its weights; None without weights.
+        place: backend and versions whose rules apply.
         kept_fp32: names of parameters that its authors keep in fp32.
-        ambient: device types whose autocast was on around the call.
-        mps_aware: paths of the modules whose code takes fp32 instead of fp64 on MPS.
+        is_rescaled: whether a plan has rescaled it.
+        ambient: device types whose autocast was enabled around the call.
+        mps_aware: paths of modules whose code uses fp32 instead of fp64 on MPS.
     """
 
     call: str
@@ -79,11 +87,12 @@ class Case:
 
 
 class Judge:
-    """Judges the steps of one call, and keeps what it finds.
+    """Checker of the operations of one call, which records dtype problems.
 
     Attributes:
-        operations: (operation, format) → the path of its first use.
-        widening: paths of modules that cast their input to fp32 themselves, beside fp32 parameters.
+        found: the problems.
+        operations: path of the module with the first use of each (operation, format).
+        widening: paths of modules with fp32 parameters that cast their own input to fp32.
     """
 
     def __init__(self, case: Case) -> None:
@@ -93,7 +102,7 @@ class Judge:
         self.widening: set[str] = set()
 
     def __call__(self, step: Step) -> bool:
-        """Judge one step before it is made; True when its operands cannot go together."""
+        """Check an operation before it runs; return True if its operands have incompatible dtypes."""
         refused = self._judge_operands(step)
         if not refused:
             self._judge_formats(step)
@@ -105,7 +114,12 @@ class Judge:
         return refused
 
     def watch(self, step: Step, given: Any, made: Any) -> None:
-        """Judge the output of a step whose values are known."""
+        """Check an output whose values are known for positions that collapse in 16 bits.
+
+        Args:
+            given: values of the operation's first known argument.
+            made: values of its output.
+        """
         source = given if isinstance(given, torch.Tensor) else None
         if not isinstance(made, torch.Tensor) or made.dtype not in HALVES:
             return
@@ -143,7 +157,7 @@ class Judge:
         return not ruling.accepted
 
     def _find_odd(self, step: Step) -> Operand:
-        """Return the operand at fault: one whose dtype is not the component's, preferably an argument."""
+        """Return the operand to blame: one without the component's main dtype, preferably an argument."""
         odd = [operand for operand in step.operands if operand.dtype != self.case.main]
         order = {"argument": 0, "parameter": 1}
         odd.sort(key=lambda operand: order.get(operand.origin.kind, 2))
@@ -212,7 +226,7 @@ def _contracts(step: Step) -> bool:
 
 
 def _widens_itself(step: Step) -> bool:
-    """Return whether a module casts a value to fp32 and computes with it and its own parameters."""
+    """Return whether a module itself casts a value to fp32 and combines it with its own parameters."""
     origins = [operand.origin for operand in step.operands]
     casts = any(
         operand.dtype == torch.float32
@@ -225,7 +239,7 @@ def _widens_itself(step: Step) -> bool:
 
 
 def _rule(operation: BackendRule | None, step: Step, place: Place) -> Ruling:
-    """Judge a step's operands by the rules of the place; without a rule, by the kind of operation."""
+    """Apply the backend's rule to an operation's operands; without one, decide by its kind."""
     if operation is not None and place.backend in operation.rows:
         return judge_operands(operation, place, _name_formats(operation, step))
     accepted = not wants_one_dtype(step.name) or step.name == "rms_norm"
@@ -234,7 +248,7 @@ def _rule(operation: BackendRule | None, step: Step, place: Place) -> Ruling:
 
 
 def _name_formats(operation: BackendRule, step: Step) -> dict[str, list[str]]:
-    """Map the operation's operand names to formats; match by position where the names differ."""
+    """Map the operand names of a backend rule to formats; match by position if the names differ."""
     named: dict[str, list[str]] = {}
     for operand in step.operands:
         named.setdefault(operand.name, []).append(name_dtype(operand.dtype))
@@ -246,7 +260,7 @@ def _name_formats(operation: BackendRule, step: Step) -> dict[str, list[str]]:
 
 
 def list_operands(step: Step) -> str:
-    """List a step's operands with their formats: `input fp32, weight fp16`."""
+    """List an operation's operands with their formats: `input fp32, weight fp16`."""
     return ", ".join(f"{o.name} {name_dtype(o.dtype)}" for o in step.operands)
 
 
@@ -262,7 +276,7 @@ def _describe_origin(odd: Operand) -> dict[str, str]:
 
 
 def _is_counting(values: torch.Tensor) -> bool:
-    """Return whether values are whole numbers, at least two of them, such as positions."""
+    """Return whether a tensor has at least two values, all integers, as positions are."""
     if values.numel() < 2 or values.dtype == torch.bool or values.dtype in HALVES:
         return False
     wide = values.double()
@@ -287,7 +301,7 @@ def _find_mask(step: Step) -> torch.Tensor | None:
 
 
 def _is_lowest(value: Any) -> bool:
-    """Return whether a value represents minus infinity in attention scores."""
+    """Return whether a number stands for minus infinity in attention scores."""
     if isinstance(value, torch.Tensor):
         value = float(value) if value.numel() == 1 else 0.0
     return isinstance(value, (int, float)) and value < -1e4
@@ -296,11 +310,11 @@ def _is_lowest(value: Any) -> bool:
 def count_empty(mask: torch.Tensor, *, is_hidden: bool = False) -> int:
     """Count the items of a batch in which a mask hides every key from every query.
 
-    Rows of padding that see nothing (left-padded prompts have them) do no harm and are not counted.
+    Single rows that hide all keys, as for the padding of left-padded prompts, are harmless and not counted.
 
     Args:
-        mask: `[..., queries, keys]` boolean (True lets through) or floating (added to scores).
-        is_hidden: True in a boolean mask hides instead.
+        mask: `[..., queries, keys]` boolean (True keeps a score) or floating (added to scores).
+        is_hidden: whether True in a boolean mask hides a score instead.
     """
     if mask.dtype == torch.bool:
         hidden = mask if is_hidden else ~mask

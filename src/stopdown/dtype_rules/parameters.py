@@ -1,9 +1,9 @@
-"""What the parameters of a live pipeline show without a run: dtypes, fp32 that was lost, values.
+"""Checks of a live pipeline's parameters without a run: dtypes, lost fp32 precision, values.
 
-**Catches** several dtypes in one component, what authors keep in fp32 and is not, NaN and Inf, values
-that a cast would lose.
-**Does not catch** values of weights that are elsewhere: on `meta`, or offloaded to disk; rescaled weights
-of a pipeline that was loaded from a single file, of which it keeps no path.
+**Catches** several dtypes in one component, modules that their authors keep in fp32 but are not, NaN and
+Inf, and values that a cast would lose.
+**Does not catch** weights whose values are on `meta` or offloaded to disk, and rescaled weights of a
+pipeline from a single file, as it does not keep the file's path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stopdown.records import Finding
 from stopdown.sources.headers import read_rescaled
 
 SUBNORMAL_SHARE = 0.5
-"""A tensor of whose values this share is subnormal in a format is reported."""
+"""Share of subnormal values from which a tensor is reported."""
 
 
 def find_kept_parameters(module: torch.nn.Module, precision: str) -> frozenset[str]:
@@ -38,13 +38,14 @@ def find_kept_parameters(module: torch.nn.Module, precision: str) -> frozenset[s
 def find_widening(
     module: torch.nn.Module, name: str, module_paths: Collection[str]
 ) -> dict[str, torch.nn.Module]:
-    """Map paths to the modules of a component that cast their own input to fp32.
+    """Return the modules of a component that cast their own input to fp32, by path.
 
-    Modules that a run did not reach are recognised by their class. PyTorch's own classes are left out,
-    because only a hook makes one of their modules widen its input.
+    Modules that the run did not reach are recognised by class. PyTorch's own classes are excluded, because
+    only a hook makes their modules cast their input.
 
     Args:
-        module_paths: where a run has seen it, as in `Examination.widening`.
+        name: name of the component.
+        module_paths: modules that did so in a run, as in `Examination.widening`.
     """
     parts = dict(module.named_modules())
     paths = {path for call, path in map(split_module_path, module_paths) if call == name}
@@ -59,7 +60,8 @@ def check_dtypes(
     """Find parameters with an unsuitable dtype, component by component.
 
     Args:
-        widening: module paths of modules that cast their input to fp32 themselves: fp32 is right for them.
+        widening: module paths of modules that cast their own input to fp32, whose parameters should be
+            fp32.
     """
     for name, module in components.items():
         precisions = read_precisions(module)
@@ -120,7 +122,7 @@ def check_rescaled_files(said: Mapping[str, str]) -> Iterator[Finding]:
     """Find components whose files declare rescaled weights.
 
     Args:
-        said: component → the note on rescaling in its files; "" without one.
+        said: metadata entry about rescaling by component; "" for none.
     """
     for name, text in said.items():
         if text:
@@ -145,7 +147,7 @@ def check_rescaled(pipe: Any, components: Mapping[str, torch.nn.Module]) -> Iter
 
 
 def _describe_rescaled(module: torch.nn.Module) -> str:
-    """Return the note on rescaling in the files that a module was loaded from, or ""."""
+    """Return a sentence with the metadata entry on rescaling in a module's files; "" for none."""
     folder = getattr(getattr(module, "config", None), "_name_or_path", "")
     if not folder or not Path(str(folder)).is_dir():
         return ""
@@ -159,10 +161,11 @@ def check_parameters(
 ) -> Iterator[Finding]:
     """Find weights of live components that do not fit a precision.
 
-    Small values of a component with exponents are left out: its plan has weighed their loss.
+    Values that become subnormal are not reported for components with exponents, as their plan accounts for
+    that.
 
     Args:
-        precisions: component → format to judge its weights in; absent components keep their own.
+        precisions: format in which weights are checked, by component; others are checked in their own.
 
     Cost: a few passes over every weight that is in memory.
     """
@@ -184,9 +187,10 @@ def check_files(
     """Find weights in safetensors files that do not fit a precision, with one tensor in memory at a time.
 
     Args:
-        files: component → its files.
+        files: weight files by component.
+        precisions: format in which weights are checked, by component; others are checked in their own.
 
-    Cost: every byte of the files is read once.
+    Cost: reads every byte of the files once.
     """
     from safetensors import safe_open
 
@@ -201,7 +205,7 @@ def check_files(
 
 
 def check_tensor(module_path: str, tensor: torch.Tensor, target: str) -> Iterator[Finding]:
-    """Find faults of one weight after a cast to a format.
+    """Find faults that one weight would have after a cast to a format: NaN, Inf, or too small values.
 
     Cost: up to four passes and two host reads.
     """

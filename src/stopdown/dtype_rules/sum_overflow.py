@@ -1,12 +1,12 @@
-"""Sums inside products that fp16 accumulators would not hold, found by one run in fp32.
+"""Detection of sums inside matrix products that overflow in fp16 accumulators, by one run in fp32.
 
-A product is a sum of many products. Where a kernel sums in fp16, a sum that passes 65504 on its way is
-Inf, even if its end would fit; scores of attention are summed before they are divided by the root of
-the width. These sums are not in the graph, and most hardware does not make them: they are looked at
-group after group while the pipeline runs once with its real weights.
+Each value of a product is a sum. In a kernel that accumulates in fp16, a partial sum beyond 65504 becomes
+Inf, even if the final value would fit. Scores of attention are summed before they are divided by the root
+of the width. Such sums are not in the graph, and most hardware has fp32 accumulators, so they are computed
+here group by group while the pipeline runs once with its real weights.
 
 **Catches** linear layers, convolutions, matrix products and attention of components that run in fp16.
-**Does not catch** what another prompt, size or number of steps reaches; transposed convolutions.
+**Does not catch** sums of other prompts, sizes or numbers of steps; transposed convolutions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from stopdown.scaling import ComponentCall, Rank, intercept, put_cast
 from stopdown.sources.library_messages import quiet_libraries
 
 STEPS = 2
-"""Denoising steps of the run: the two ends of the schedule."""
+"""Number of denoising steps of the run, enough for both ends of the schedule."""
 
 _ATTENTION = ("attention scores", "attention")
 
@@ -57,10 +57,11 @@ def check_sums(
     """Find sums and products that overflow fp16, worst first, and add a verdict for each component.
 
     Args:
-        pipe: a pipeline or another program with its weights; it is left as it was.
-        narrow: components that are to run in fp16.
+        pipe: a pipeline or another program with its weights, which is left unchanged.
+        narrow: components that would run in fp16.
+        run: runs `pipe` once.
 
-    Cost: that run in fp32, with a product for each group of 16 values; memory for fp32.
+    Cost: the run in fp32, with an extra product for each group of 16 terms; memory for fp32.
     """
     sums = _collect(pipe, set(narrow), run)
     groups: dict[tuple[str, ...], list[Sum]] = {}
@@ -87,8 +88,9 @@ _KINDS = {
 def answer(sums: Iterable[Sum]) -> str:
     """State whether fp16 accumulation is safe in the measured calls, by kind of operation.
 
-    For each kind: the largest sum, the pieces that make it safe and the error that these cost. With m
-    roundings of 2**-11 a sum is expected to be off by their root, and by m times 2**-11 at most.
+    For each kind, this gives the largest sum, the number of terms that can be summed safely, and the
+    rounding error of sums in such pieces. With m roundings of 2**-11, the expected error is sqrt(m) times
+    2**-11, and the largest m times 2**-11.
     """
     kinds: dict[str, list[Sum]] = {}
     for entry in sums:
@@ -115,7 +117,7 @@ def run_pipeline(pipe: Any, arguments: Mapping[str, Any]) -> None:
     """Run a pipeline for `STEPS` steps.
 
     Args:
-        arguments: of its call, instead of its defaults; sizes that are not among them are chosen, see
+        arguments: arguments of the call that override the made-up ones; missing sizes are chosen by
             `choose_size`.
     """
     given = {**make_arguments(pipe), "num_inference_steps": STEPS, **arguments}
@@ -125,7 +127,7 @@ def run_pipeline(pipe: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def _collect(pipe: Any, narrow: set[str], run: Callable[[], Any]) -> list[tuple[str, Sum]]:
-    """Run once and return the sums by component, largest first."""
+    """Run once in fp32 and return (component, sums of one operation), largest first."""
     largest: dict[tuple[str, ...], Sum] = {}
 
     def look(call: ComponentCall) -> Any:
@@ -160,12 +162,12 @@ def _collect(pipe: Any, narrow: set[str], run: Callable[[], Any]) -> list[tuple[
 
 
 def _is_sum_alone(entry: Sum) -> bool:
-    """Return whether only partial sums overflow: the final value fits, or kernels never write it."""
+    """Return whether only partial sums overflow, because the final value fits or is never stored."""
     return entry.operation == "attention scores" or entry.result <= FP16.largest
 
 
 def _word(component: str, group: list[Sum], profile: Profile) -> Finding:
-    """Make one finding for the same module in all blocks."""
+    """Make one finding for a group of sums at the same module of repeated blocks, worst first."""
     worst = group[0]
     module_path = name_module_path(component, worst.path)
     if not _is_sum_alone(worst):
@@ -182,7 +184,7 @@ def _word(component: str, group: list[Sum], profile: Profile) -> Finding:
 
 
 def _find_faults(entry: Sum, profile: Profile) -> Iterator[DeviceFault]:
-    """Yield the device's faults of fp16 accumulation that affect such an operation."""
+    """Yield the device's known faults of fp16 accumulation that affect an operation."""
     attends = entry.operation in _ATTENTION
     for fault in profile.faults:
         is_meant = not fault.operations or attends == (

@@ -1,13 +1,14 @@
-"""One call of a component on fake tensors, operation by operation as its code writes them.
+"""Tracing of one component call on fake tensors, operation by operation as its code writes them.
 
-Every call of a torch function is seen with the dtypes that its operands have, the module whose code
-makes it, where each operand got its dtype, and its values where they do not depend on weights
-(positions, masks, timesteps: those are computed beside the fake ones). An operation whose operands
-cannot go together is reported and its operands are cast, so that one walk finds all.
+Every call of a torch function is reported with its operands' dtypes, the module whose code makes it, the
+origin of each dtype, and the operands' values if they do not depend on weights (positions, masks,
+timesteps, which are computed alongside the fake tensors). If operands have incompatible dtypes, they are
+cast after this is reported, so that one run finds all such operations.
 
-**Catches** functions of torch and methods of tensors, in eager order, branches on known values.
-**Does not catch** what a custom kernel does inside, and branches on values that depend on weights:
-a test whether such values are finite is answered with no fault, a mask of such values is taken as full.
+**Catches** torch functions and tensor methods, in eager order, and branches on known values.
+**Does not catch** what a custom kernel does inside, and branches on values that depend on weights. A test
+for faults in such values, for example whether they are finite, finds none, and a mask of such values counts
+as full.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ from stopdown.operations import list_kinds, read_calls
 
 @dataclass(frozen=True)
 class DtypeOrigin:
-    """Where a tensor got the dtype that it has.
+    """Origin of a tensor's dtype.
 
     Attributes:
         kind: `argument`, `parameter`, `output`, `cast`, `made` or `mixed`.
-        name: of the argument or parameter, or of the operation.
-        parameter: name of the parameter that brought the dtype in, "" when none did.
-        before: for an argument, where the caller got it from.
+        name: name of the argument, parameter or operation.
+        path: path of the module in which the dtype arose.
+        parameter: parameter from which the dtype comes; "" for none.
+        before: for an argument, description of its origin outside the component.
     """
 
     kind: str
@@ -67,7 +69,7 @@ class DtypeOrigin:
 
 @dataclass(frozen=True)
 class Operand:
-    """One floating operand of an operation."""
+    """One floating operand of an operation, with its argument name and dtype."""
 
     name: str
     dtype: torch.dtype
@@ -76,13 +78,15 @@ class Operand:
 
 @dataclass(frozen=True)
 class Step:
-    """One call of a torch function, before it is made.
+    """One call of a torch function, before it runs.
 
     Attributes:
-        path: dotted path of the innermost module whose code makes it; "" is the component.
-        name: `linear`, `layer_norm`, `cat`, `to`, `add`…
-        operands: the floating ones, in the order of its arguments.
-        known: argument name to its values, where they are known.
+        path: dotted path of the innermost module whose code makes the call; "" for the component.
+        name: name of the operation: `linear`, `layer_norm`, `cat`, `to`, `add`…
+        operands: floating operands, in the order of the arguments.
+        known: values of tensor arguments that do not depend on weights, by argument name.
+        arguments: all arguments by name.
+        autocast: device types whose autocast is enabled.
     """
 
     path: str
@@ -98,24 +102,24 @@ class Step:
 
 
 class StepObserver(Protocol):
-    """What is told of each step of a walk (`observations.Judge`)."""
+    """Interface of an object that checks each traced operation (`observations.Judge`)."""
 
     def __call__(self, step: Step) -> bool:
-        """Look at a step before it is made, and return whether its operands cannot go together."""
+        """Inspect an operation before it runs; return True if its operands have incompatible dtypes."""
 
     def watch(self, step: Step, given: Any, made: Any) -> None:
-        """Look at the output of a step whose values are known."""
+        """Inspect an output whose values are known, and the values of the first known argument."""
 
 
 class Walk(TorchFunctionMode):
-    """The walk through one call; see the head of this file.
+    """Function mode that traces one component call, or the code outside components.
 
     Args:
-        judge: told of each step.
+        judge: receives each operation.
         main: dtype of most of the component's weights.
-        device: what code that asks for a real tensor's device is told, though it is on the CPU.
-        paths: which module is running; None outside of components. Inside of one, `ArgumentValues` is
-            entered before.
+        device: device that code sees on real tensors, although these are on the CPU.
+        paths: tracks the running submodule; None outside components. Inside one, `ArgumentValues` must be
+            entered before this mode.
     """
 
     def __init__(
@@ -163,7 +167,7 @@ class Walk(TorchFunctionMode):
         return output
 
     def _ask(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Ask for values; whether there is a fault among those that depend on weights is denied."""
+        """Run an operation that reads values; tests of values that depend on weights return False."""
         fakes = [x for x in iterate_tensors((args, kwargs)) if isinstance(x, FakeTensor)]
         is_unknown = any(find_known(x) is None for x in fakes)
         return False if is_unknown and name in _TESTS else func(*args, **kwargs)
@@ -216,7 +220,7 @@ def find_dtype_origin(tensor: torch.Tensor) -> DtypeOrigin:
 
 
 def _trace(step: Step, dtype: torch.dtype) -> DtypeOrigin:
-    """Find the origin of the dtype of a step's output: an operand that has it, or the step itself."""
+    """Return the origin of an output's dtype: that of an operand with this dtype, or the operation."""
     same = [operand.origin for operand in step.operands if operand.dtype == dtype]
     if not same:
         return DtypeOrigin("cast" if step.operands else "made", step.name, step.path)
@@ -236,13 +240,13 @@ def is_product(name: str) -> bool:
 
 
 def wants_one_dtype(name: str) -> bool:
-    """Return whether an operation needs operands of one floating dtype where no rule says otherwise."""
+    """Return whether an operation needs operands of one floating dtype unless a backend rule differs."""
     return name in list_kinds(*operations.ONE_DTYPE)
 
 
 @functools.cache
 def _parameter_names(name: str, func: Any) -> tuple[str, ...]:
-    """Return the names of a function's arguments in order; an empty tuple when they are unknown."""
+    """Return the names of a function's arguments in order; () if they are unknown."""
     packet = getattr(torch.ops.aten, name.strip("_") or name, None)
     if inspect.isfunction(func):
         try:
@@ -255,7 +259,7 @@ def _parameter_names(name: str, func: Any) -> tuple[str, ...]:
 
 
 def map_argument_names(func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> dict[str, Any]:
-    """Map names to a call's arguments; unknown names are positions such as "0"."""
+    """Map argument names to a call's arguments; without a known name, the position is the name: "0"."""
     names = read_calls().arguments.get(name) or _parameter_names(name, func)
     padded = [*names, *(str(at) for at in range(len(names), len(args)))]
     found = dict(zip(padded, args, strict=False)) | dict(kwargs)
@@ -264,13 +268,13 @@ def map_argument_names(func: Any, name: str, args: tuple[Any, ...], kwargs: Any)
 
 
 _TESTS = ("__bool__", "is_nonzero", "equal", "allclose")
-"""Of values that depend on weights they are answered with no: what is tested for is a fault."""
+"""Tests that return False for values that depend on weights, as they usually test for faults."""
 
 _DEVICE = torch.Tensor.device.__get__
 
 
 def _heal(output: Any, step: Step, main: torch.dtype | None) -> Any:
-    """Cast the output of a refused step to the component's dtype, so that later steps are not blamed."""
+    """Cast an output of mixed operands to the component's dtype, so that later ones are not reported."""
     if main is None or main not in step.dtypes:
         return output
     with torch._C.DisableTorchFunction():
