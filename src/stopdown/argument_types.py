@@ -1,6 +1,6 @@
-"""Refuse what Python callers give by mistake, before anything is done, in one sentence.
+"""Validation of argument types in public functions, before anything is done, with one-sentence errors.
 
-**Does not catch** a missing or an unknown argument: Python's own error names it.
+**Does not catch** missing or unknown arguments, which Python's own error names.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from stopdown.errors import OptionError
 
 _MOST = 60
-"""Characters of a value that are shown."""
+"""Maximum number of characters of a value in an error."""
 
 RANGES = ("measured", "bound", "auto")
 """Modes of ranges on which the exponents of a component can rest."""
@@ -23,10 +23,10 @@ RESIDUALS = ("native", "fp32")
 def check_type(
     place: str, value: object, kinds: type | tuple[type, ...], expected: str, remedy: str
 ) -> None:
-    """Refuse a value of a type that a function does not take.
+    """Raise `OptionError` for a value of a type that a function does not accept.
 
     Args:
-        place: the function and its argument: `make_plan(request=...)`.
+        place: function and argument, for the message: `make_plan(request=...)`.
         kinds: accepted types; `type(None)` for None.
     """
     if not isinstance(value, kinds):
@@ -40,12 +40,13 @@ def check_type(
 
 
 def check_function(place: str, value: Any, example: str, arguments: int = 0) -> None:
-    """Refuse a value that is not a function, or that does not accept so many arguments.
+    """Raise `OptionError` for a value that is not a function of a given number of arguments.
 
     Args:
-        value: None is taken.
-        example: a function that would do: `lambda: model(x)`.
-        arguments: how many it is called with.
+        place: function and argument, for the message.
+        value: the value; None is accepted.
+        example: a valid function, for the message: `lambda: model(x)`.
+        arguments: number of positional arguments with which it is called.
     """
     if value is None:
         return

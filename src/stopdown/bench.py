@@ -1,7 +1,8 @@
-"""What a device makes of each precision: one report, which its owner pastes into an issue.
+"""Benchmark of each precision on a device, with a report that its owner can paste into an issue.
 
-Two models run in each precision: one that was named, and a denoiser of generated weights that overflows in
-plain fp16. The first run gives the error and warms up, the second the peak; the fastest counts.
+Two models run in each precision: the given one, and a denoiser with generated weights that overflows in
+plain fp16. The first run measures the error and warms up, the second the peak of memory. The fastest run
+gives the time.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.source import Source
 
 WAYS = ("fp32", "bf16", "fp16-plain", "fp16", "fp16, guarded")
-"""As `--precision` names them: what others are compared with first."""
+"""Precisions as in `--precision`; all are compared with the first."""
 
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A model to measure; `build` makes its pipeline in fp32 on the device, each time the same."""
+    """A model to measure; each call of `build` returns the same pipeline in fp32 on the device."""
 
     name: str
     build: Callable[[], Any]
@@ -58,12 +59,18 @@ class BenchModel:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One model in one precision.
+    """Measurements of one model in one precision.
 
     Attributes:
-        peak_bytes: most memory of a run, weights included.
-        rel_err: of the frames against those of fp32 (relative L2); None where they are not finite.
-        note: why nothing was measured.
+        subject: name of the model.
+        way: the precision.
+        time_s: seconds of the fastest run.
+        time_ratio: that time relative to fp32's.
+        peak_bytes: peak memory of a run, including weights.
+        predicted_bytes: peak memory according to the forecast.
+        rel_err: relative L2 error of the frames against fp32's; None if they are not finite.
+        non_finite: number of NaN and Inf values in the frames.
+        note: why nothing was measured; "" if it was.
     """
 
     subject: str
@@ -79,7 +86,7 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class Report:
-    """All that was measured; of the machine only what makes figures comparable."""
+    """All measurements, with those facts about the machine that make them comparable."""
 
     device: str
     backend: str
@@ -89,7 +96,10 @@ class Report:
 
 
 def list_subjects(source: Source, device: Device, request: Request) -> list[BenchModel]:
-    """List the given model and one with generated weights; only a bundled model keeps its name."""
+    """List the models to measure: the given one, and one with generated weights.
+
+    Unless the given model is bundled, it is named by its pipeline class, so that the report has no paths.
+    """
     name = source.name if source.kind == "bundled" else source.pipeline_class
     small = device.type == "cpu" or device.memory_bytes < 6 * 2**30
     heads, layers, side = (2, 2, 32) if small else (48, 4, 256)
@@ -110,7 +120,7 @@ def list_subjects(source: Source, device: Device, request: Request) -> list[Benc
 def measure_models(
     device: Device, subjects: list[BenchModel], minutes: float, progress: Progress
 ) -> Report:
-    """Measure each model in each precision; rows that would begin after so many minutes are left out."""
+    """Measure each model in each precision; rows that would begin after `minutes` are left out."""
     begun, rows = time.monotonic(), list[BenchRow]()
     for subject in subjects:
         bench = _Bench(device, subject, progress)
@@ -126,7 +136,7 @@ def measure_models(
 
 
 class _Bench:
-    """One model's rows: they share its plan and what fp32 gave."""
+    """Benchmark of one model, with the plan and the fp32 result that its rows share."""
 
     def __init__(self, device: Device, subject: BenchModel, progress: Progress) -> None:
         self.device, self.subject, self.progress = device, subject, progress
@@ -177,7 +187,7 @@ class _Bench:
         )
 
     def _build(self, way: str) -> Any:
-        """Build the pipeline as it runs in one precision."""
+        """Build the pipeline and cast it to a precision, or apply a plan to it."""
         pipe = self.subject.build()
         pipe.set_progress_bar_config(disable=True)
         if way.removesuffix(", guarded") == "fp16":
@@ -194,7 +204,7 @@ class _Bench:
 
 
 def _count_weights(device: Device, pipe: Any) -> int:
-    """Count the bytes of weights missing from a peak: on a CPU only growth is measured."""
+    """Count the bytes of weights to add to a measured peak: all on a CPU, where only growth is measured."""
     if device.type != "cpu":
         return 0
     tensors = [x for m in find_components(pipe).values() for x in (*m.parameters(), *m.buffers())]
@@ -207,12 +217,12 @@ def _read_frames(pipe: Any, output: Any) -> torch.Tensor:
 
 
 def hide_paths(text: str) -> str:
-    """Return a text without paths, which hold people's names."""
+    """Replace paths in a text by PATH, as they may contain people's names."""
     return re.sub(r"(?<![\w.])(~|[A-Za-z]:)?[/\\][^\s'\"(),:;]*", "PATH", text)
 
 
 def render(report: Report) -> str:
-    """Draw the report in Markdown, its verdict first."""
+    """Return the report as Markdown, with a summary of the errors first."""
     rows = {row.way: row for row in report.rows[: len(WAYS)]}
     versions = ", ".join(f"{name} {x}" for name, x in report.versions.items() if x)
     lines = [f"**{_word_verdict(rows)}**", ""]
@@ -227,7 +237,7 @@ def render(report: Report) -> str:
 
 
 def _word_verdict(rows: Mapping[str, BenchRow]) -> str:
-    """Return the errors of three ways in a sentence, and in another which of them were not measured."""
+    """Return a sentence with the errors of fp16 and bf16, and one that lists missing measurements."""
     ways = {"fp16": "fp16 with a plan", "fp16-plain": "plain fp16", "bf16": "bf16"}
     known = [f"{_name_error(rows[x])} in {said}" for x, said in ways.items() if not rows[x].note]
     missing = [said for x, said in ways.items() if rows[x].note]

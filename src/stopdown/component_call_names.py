@@ -1,9 +1,10 @@
-"""Names of calls and of places in them, written and read here alone.
+"""Names of component calls, and of modules inside them; only these functions build and parse them.
 
-A call is a component, `transformer`, or one method of it, `vae.decode`. A module path is a call or a
-component, and a module inside: `transformer:blocks.1.ff`. In code both parts have fields of their own;
-records, messages and the command line hold these texts. A component of a pipeline has no dot in its
-name; where another program's has, its calls know their names, and these functions are not asked.
+A call is named by its component, `transformer`, or by component and method, `vae.decode`. A module path is
+a component or call, followed by the path of a module in it: `transformer:blocks.1.ff`. Code has separate
+fields for the parts; records, messages and the command line use these names. A component of a pipeline has
+no dot in its name. In other programs it may have one; their calls know their parts, and these functions are
+not used.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 QUANT_METHOD = "stopdown"
-"""What `quant_method` is in a `config.json` that carries a plan."""
+"""Value of `quant_method` in a `config.json` that contains a plan."""
 
 
 def name_call(component: str, method: str = "") -> str:
-    """Name a call: `vae.decode`; the component alone for its `forward` or without a method."""
+    """Return the name of a call: `vae.decode`, or just the component for `forward` or no method."""
     return component if method in ("", "forward") else f"{component}.{method}"
 
 
@@ -25,18 +26,18 @@ def name_component(call: str) -> str:
 
 
 def split_call(name: str) -> tuple[str, str]:
-    """Split the name of a call into component and method; the method of a component's name is ""."""
+    """Split the name of a call into component and method; the method is "" if the name has none."""
     component, _, method = name.partition(".")
     return component, method
 
 
 def name_module_path(call: str, path: str) -> str:
-    """Name a module in a call: `transformer:blocks.1.ff`; the call alone for the component itself."""
+    """Return the module path of a module in a call: `transformer:blocks.1.ff`; the call if `path` is ""."""
     return f"{call}:{path}" if path else call
 
 
 def split_module_path(text: str) -> tuple[str, str]:
-    """Split a module path into the call and the path inside it, "" for the component itself."""
+    """Split a module path into the call and the path inside it, which is "" for the component itself."""
     call, _, path = text.partition(":")
     return call, path
 
@@ -47,6 +48,6 @@ def is_inside(path: str, *ancestors: str) -> bool:
 
 
 def list_outermost(paths: Iterable[str]) -> list[str]:
-    """List the paths that do not lie inside another one of them."""
+    """List the paths that do not lie inside another one of the list."""
     known = list(paths)
     return [path for path in known if not is_inside(path, *(x for x in known if x != path))]

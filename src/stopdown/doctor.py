@@ -1,12 +1,12 @@
-"""What `stopdown doctor` finds: devices and their formats, attention, switches, faults, and outlook.
+"""`stopdown doctor`: health of devices: formats, attention kernels, settings, faults, and fitting models.
 
-A device of this machine is tried: formats by a timed probe, attention kernels by a call of each. A
-profile answers from its sources instead. What `auto` would choose for a few well-known models is
-decided by the same functions that decide in a run.
+Devices of this machine are tested: formats by a timed probe, attention kernels by a call of each. A device
+profile gives the values from its sources instead. The choices of `auto` for some well-known models are made
+by the same functions as in a run.
 
-**Catches** formats that are emulated, slow or missing; attention kernels that refuse a format;
-switches that let sums be taken in 16 bits; versions and devices with known faults.
-**Does not catch** faults that were never reported, and memory that others use on the device.
+**Catches** formats that are emulated, slow or missing; attention kernels that refuse a format; settings
+that allow sums in 16 bits; versions and devices with known faults.
+**Does not catch** faults that were never reported, and memory that other programs use on the device.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ _KERNELS = {
 
 
 class KnownModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A checkpoint, and the format of each component's weights.
+    """A well-known checkpoint.
 
     Attributes:
-        repository: its id on the Hub.
-        stored: format by component.
-        force_upcast: components whose config says that they must run in fp32 when fp16 is asked.
-        size: of what it makes unless another size is requested.
-        flops: of a run at that size with 50 steps.
-        peaks: strategy to the bytes that PyTorch's allocator reserves for it on a card, in 16 bits and with
-            an attention kernel that keeps no scores; the fastest strategy first.
-        moved: strategy to the bytes of weights that are brought to the device in the run.
+        repository: its Hub id.
+        stored: stored format of the weights, by component.
+        force_upcast: components whose config requires fp32 in place of fp16.
+        size: default size of its output.
+        flops: FLOPs of a run at that size with 50 steps.
+        peaks: bytes that PyTorch's allocator reserves on a card, by memory strategy, in 16 bits and with an
+            attention kernel that does not store scores; the fastest strategy first.
+        moved: bytes of weights that are transferred to the device during the run, by memory strategy.
     """
 
     name: str
@@ -76,10 +76,10 @@ class KnownModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def examine(name: str | None = None) -> MachineHealth:
-    """Examine this machine, or one device.
+    """Examine the devices of this machine, or the one that is named.
 
     Args:
-        name: a device, a profile or a profile's file, as `--device` takes it; None for each device here.
+        name: a device, a profile or a profile's file, as for `--device`; None for each device here.
 
     Cost: a probe of each device, under a second on a CPU.
     """
@@ -105,7 +105,11 @@ def examine(name: str | None = None) -> MachineHealth:
 
 
 def _describe(device: Device, profile: Profile, *, tried: bool) -> DeviceHealth:
-    """Describe a device, with the results of a probe where it is on this machine."""
+    """Describe a device.
+
+    Args:
+        tried: probe the device, which is on this machine; otherwise its profile answers.
+    """
     if tried:
         forget_timings(device)  # this is what a user runs after a change of the machine
     supports = probe_formats(device) if tried else profile.supports
@@ -145,7 +149,7 @@ def _list_formats(
 
 
 class MeasuredRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One way in which a model ran, beside fp32."""
+    """Published time and error of a model in one precision, relative to fp32."""
 
     subject: str
     way: str
@@ -154,7 +158,7 @@ class MeasuredRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MeasuredDevice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A device of `knowledge/rules/measured.toml`, as `stopdown bench` found it."""
+    """Published results of `stopdown bench` on one device; a row of `knowledge/rules/measured.toml`."""
 
     name: str
     backend: str
@@ -164,11 +168,11 @@ class MeasuredDevice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def quote_measured(name: str, backend: str, emulated: Container[str] = ()) -> Iterable[str]:
-    """Quote the measurements on devices of this name, in a sentence for each model.
+    """Yield a sentence for each model with published measurements on devices of this name.
 
     Args:
-        emulated: formats that this device emulates. Processors of one name differ in their instructions:
-            where such a format was faster than fp32, it was another processor.
+        emulated: formats that this device emulates. CPUs of one name may differ in their instructions, so
+            measurements in which such a format was faster than fp32 are skipped.
     """
     for device in read_rows("measured", "device", MeasuredDevice):
         if (device.name, device.backend) != (name, backend):
@@ -209,7 +213,7 @@ def _foresee_model(
 
 
 def word_answer(supports: Mapping[str, Support], kind: str) -> str:
-    """Return in which precision checkpoints run by default, in one sentence."""
+    """Return a sentence that says in which precision checkpoints run by default on a device."""
     found = {}
     for stored in ("bf16", "fp16"):
         (outlook,) = _foresee_model(KnownModel("", "", "", {"model": stored}), supports, kind)
@@ -222,7 +226,7 @@ def word_answer(supports: Mapping[str, Support], kind: str) -> str:
 def list_fits(
     outlooks: Iterable[Outlook], memory_bytes: int, profile: Profile | None = None
 ) -> Iterable[KnownFit]:
-    """Find the fastest strategy that fits a device's memory, for each well-known model in 16 bits.
+    """Yield the fastest memory strategy that fits on a device, for each well-known model in 16 bits.
 
     Args:
         profile: the device's profile, whose published rates give the time of a run.
@@ -255,7 +259,7 @@ def read_models() -> tuple[KnownModel, ...]:
 
 
 def try_attention(device: Device) -> dict[str, tuple[str, ...]]:
-    """Find the formats in which each attention kernel runs on a device of this machine, by a call of each.
+    """Return the formats in which each attention kernel runs on a device of this machine, by calling it.
 
     Cost: twelve calls on tensors of 1 x 1 x 16 x 64; on an accelerator they synchronise.
     """
@@ -282,7 +286,7 @@ def list_kernels() -> tuple[str, ...]:
 
 
 def attend_with(kernel: str, x: torch.Tensor) -> torch.Tensor:
-    """Compute the attention of `x` `[B, H, L, E]` over itself with one kernel."""
+    """Compute self-attention of `x` `[B, H, L, E]` with one kernel; raises if the kernel refuses it."""
     from torch.nn import functional
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -292,7 +296,7 @@ def attend_with(kernel: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def read_switches(kinds: Iterable[str]) -> list[Switch]:
-    """List torch's switches whose current values lower the precision of sums or products."""
+    """List torch settings whose current values lower the precision of sums or products."""
     import torch
 
     found = []
@@ -307,7 +311,7 @@ def read_switches(kinds: Iterable[str]) -> list[Switch]:
 
 
 def _list_faults(places: Iterable[tuple[str, str | None]]) -> tuple[str, ...]:
-    """List known faults of the installed versions on these backends and compute capabilities."""
+    """List known faults of the installed versions on these pairs of backend and compute capability."""
     import platform
 
     names = ("torch", "diffusers", "transformers", "accelerate")

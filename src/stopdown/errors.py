@@ -31,15 +31,15 @@ from collections.abc import Iterator
 from typing import Any
 
 WARNINGS_IGNORED = threading.RLock()
-"""Held while this process ignores warnings and what is written to stderr, as a tracer's are."""
+"""Lock that is held while this process ignores warnings, for example during tracing."""
 
 
 @contextlib.contextmanager
 def ignoring_warnings(category: type[Warning], pattern: str = "") -> Iterator[None]:
-    """Ignore warnings of a kind, also where blocks of several threads overlap.
+    """Ignore warnings of a category while the block runs; blocks of several threads may overlap.
 
-    `warnings.catch_warnings` puts back the filters of its beginning. If another thread's block began
-    before and ended meanwhile, that one's filter would stay for ever.
+    `warnings.catch_warnings` restores the filters from when it began. If another thread's block ended
+    meanwhile, that one's filter would be restored for ever.
 
     Args:
         category: class of the ignored warnings.
@@ -78,7 +78,7 @@ class StopdownError(Exception):
     def parts(self) -> list[str]:
         """The problem, the expectation and the remedy, without empty ones.
 
-        A text of another program may lack its full stop: it is added if a part follows.
+        If a part lacks its full stop, as other programs' messages may, one is added unless it is the last.
         """
         parts = [part for part in (self.what, self.expected, self.remedy) if part]
         return [*map(_end_sentence, parts[:-1]), *parts[-1:]]
@@ -105,23 +105,23 @@ def _remake(
 
 
 class InputError(StopdownError):
-    """What was asked cannot be done as asked."""
+    """Raised if a request cannot be carried out as given; the base of errors about input."""
 
     exit_code = 2
 
 
 class OptionError(InputError):
-    """A precision, device, size or flag that is unknown or impossible."""
+    """Raised for a precision, device, size or flag that is unknown or impossible."""
 
 
 class SourceError(InputError):
-    """A model that is missing, damaged or refused."""
+    """Raised for a model that is missing, damaged or refused."""
 
 
 class OutputError(InputError):
-    """A file that cannot be written.
+    """Raised for a file that cannot be written.
 
-    Its exit code is 1 where the place was right and the system fails (`by_system`): a full disk.
+    The exit code is 1 if the path was fine but the system failed (`by_system`), as with a full disk.
     """
 
     def __init__(
@@ -132,40 +132,40 @@ class OutputError(InputError):
 
 
 class NonFiniteError(StopdownError):
-    """A component gave NaN or Inf."""
+    """Raised if a component returned NaN or Inf."""
 
 
 class CaptureError(StopdownError):
-    """A module cannot be captured as a graph."""
+    """Raised if a module cannot be captured as a graph."""
 
 
 class ScalingError(StopdownError):
-    """No exponents keep a module in range."""
+    """Raised if no exponents keep a module's values in range."""
 
 
 class TrialError(ScalingError):
-    """With its exponents in place a module does not run as it is to run."""
+    """Raised if a module with its exponents applied fails, or its results are wrong."""
 
 
 class PlanError(InputError):
-    """A plan that does not belong to this checkpoint, or is damaged."""
+    """Raised for a plan that is damaged, or does not belong to the checkpoint."""
 
 
 class StopdownWarning(UserWarning):
-    """Something was decided or repaired that the user should know."""
+    """Warning about a decision or repair that the user should know of."""
 
     def __init__(self, text: str) -> None:
         super().__init__(make_printable(text))
 
 
 _PASSED = ("stopdown", "torch", "diffusers", "transformers", "accelerate", "peft", "contextlib")
-"""Whose frames lie between a pipeline's caller and what warns."""
+"""Packages whose frames are skipped to find the user's line that a warning points to."""
 
 
 def warn_user(text: str) -> None:
-    """Warn at the line that called the libraries, which the reader of the warning wrote.
+    """Issue a `StopdownWarning` at the user's line that called Stopdown or one of the libraries.
 
-    Waits while another thread has the warnings of the process ignored.
+    Waits while another thread ignores the warnings of this process.
     """
     frame, level = sys._getframe(1), 2
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED:
@@ -175,18 +175,18 @@ def warn_user(text: str) -> None:
 
 
 def take_first_line(error: Exception | str) -> str:
-    """Return the first line of an exception's message, or the class name when it is empty."""
+    """Return the first line of an exception's message, or the class name if it is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def take_one_line(error: BaseException, most: int | None = None) -> str:
-    """Return an exception's message as one line of at most `most` characters, or the class name."""
+    """Return an exception's message as one line, cut to `most` characters; the class name if it's empty."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 def describe_error(error: Exception, most: int = 1000) -> str:
-    """Describe an error in one line of limited length, with the class unless it is Stopdown's own."""
+    """Return an error's message as one line of limited length, with the class unless it is Stopdown's."""
     text = take_one_line(error, most)
     return text if isinstance(error, StopdownError) else f"{type(error).__name__}: {text}"
 
@@ -199,10 +199,10 @@ _UNPRINTABLE = re.compile(
 
 
 def make_printable(text: str) -> str:
-    """Make a foreign text safe to print on a terminal.
+    """Make an untrusted text safe to print on a terminal.
 
-    Control sequences are removed. Other control characters, characters that reverse the direction of
-    text, and bytes of file names that are not UTF-8 become U+FFFD. Line ends and tabs stay.
+    Control sequences are removed. Other control characters, characters that change the direction of text,
+    and bytes of file names that are not UTF-8 become U+FFFD. Line ends and tabs are kept.
     """
     if text.isprintable():
         return text

@@ -1,8 +1,8 @@
-"""Names of tensors and folds: `name` for a whole tensor, `name[0:64]` for rows, `name[:,0:64]` for columns.
+"""Names of folds (exponents multiplied into tensors): which tensor, and which rows or columns of it.
 
-A number that code clamps from below is `clamp_1e_12`, beside the attributes that are eps.
-They are written and read here alone. A tensor is multiplied by each fold that names it: the exponent of an
-element is that of its row plus that of its column.
+`name` is a whole tensor, `name[0:64]` some rows, `name[:,0:64]` some columns. The constant of a clamp in a
+module's code is named like an eps attribute: `clamp_1e_12`. Only this module builds and parses the names. A
+tensor may have several folds; the exponent of an element is that of its row plus that of its column.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ RESCALED = "stopdown_rescaled"
 _CLAMP = "clamp_"
 
 Folds = Sequence[tuple[Place, int]]
-"""Places of one tensor, each with its exponent; the rest has 0."""
+"""Pairs of a place in one tensor and its exponent; elements outside of these have exponent 0."""
 
 
 def name_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return every parameter and buffer by name; a tied one is under its first name only."""
+    """Return all parameters and buffers of a module by name; a tied one has its first name only."""
     named: dict[str, torch.Tensor] = dict(module.named_parameters())
     named.update(module.named_buffers())
     return named
 
 
 def name_block(name: str, dim: int, start: int, stop: int) -> str:
-    """Return the name of a block of rows, or of columns for dimension 1."""
+    """Return the name of a fold of rows (`dim` 0) or columns (`dim` 1) `start` to `stop` of a tensor."""
     return f"{name}[{':,' * dim}{start}:{stop}]"
 
 
 def split_fold_name(name: str) -> tuple[str, Place]:
-    """Split a fold's name into the parameter's name and the place in it; () for all of it."""
+    """Split a fold's name into the tensor's name and the place in it, a tuple of slices; () for all."""
     bare, bracket, blocks = name.partition("[")
     if not bracket:
         return name, ()
@@ -49,19 +49,23 @@ def _read_slice(text: str) -> slice:
 
 
 def name_clamp(value: float) -> str:
-    """Return the name of a number that code clamps from below, without dots: `clamp_1e_3` for 0.001."""
+    """Return the name of a clamp's lower limit, without dots: `clamp_1e_3` for 0.001."""
     _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
     return f"{_CLAMP}{''.join(map(str, digits))}e{exponent}".replace("-", "_")
 
 
 def read_clamp(name: str) -> float | None:
-    """Return the number in a clamp's name; None for the name of an attribute."""
+    """Return the lower limit in a clamp's name; None for the name of an attribute."""
     is_clamp = name.startswith(_CLAMP) and name[len(_CLAMP) :][:1].isdigit()
     return float(name.removeprefix(_CLAMP).replace("_", "-")) if is_clamp else None
 
 
 def list_folds(exponents: Mapping[str, int]) -> dict[str, list[tuple[Place, int]]]:
-    """Map each folded tensor's name to its folds."""
+    """Group exponents by tensor: map each folded tensor's name to its places and their exponents.
+
+    Args:
+        exponents: exponents by fold name.
+    """
     found: dict[str, list[tuple[Place, int]]] = {}
     for name, exponent in exponents.items():
         bare, place = split_fold_name(name)
@@ -100,7 +104,7 @@ def _spread(blocks: Iterator[tuple[slice, int]], count: int) -> torch.Tensor:
 
 
 def list_equal_runs(exponents: torch.Tensor) -> list[tuple[int, int, int]]:
-    """List the runs of equal neighbours: first index, one past the last, and exponent."""
+    """List the runs of equal exponents in a vector: start, stop and exponent of each."""
     values, counts = exponents.unique_consecutive(return_counts=True)
     stops = counts.cumsum(0)
     return list(zip((stops - counts).tolist(), stops.tolist(), values.tolist(), strict=True))
@@ -109,7 +113,12 @@ def list_equal_runs(exponents: torch.Tensor) -> list[tuple[int, int, int]]:
 def name_exponents(
     rows: Mapping[str, torch.Tensor], columns: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, int]:
-    """Name the exponents of tensors as folds do, in blocks where they differ; without zeros."""
+    """Return exponents by fold name, with a block for each run of equal exponents; zeros are left out.
+
+    Args:
+        rows: exponents of the rows of each tensor, `[rows]`.
+        columns: exponents of the columns, `[columns]`.
+    """
     named: dict[str, int] = {}
     for dim, spread in enumerate((rows, columns or {})):
         for name, exponents in spread.items():

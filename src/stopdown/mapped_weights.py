@@ -1,14 +1,14 @@
-"""Weights in files: as the checkpoint stores them, or in temporary files that are mapped.
+"""Weights in files instead of memory: in the checkpoint's own files, or memory-mapped temporary files.
 
-A `StoredWeight` is a weight of the checkpoint with what it becomes: exponents and a dtype. Powers of two
-are exact in every format that checkpoints have, so one rounding leads from the file to fp16, tensor by
-tensor, where the weight is needed. Its pages belong to the checkpoint's own file, and the system can take
-their memory back.
+A `StoredWeight` is a weight of the checkpoint together with exponents and a dtype. Powers of two are exact
+in every format of checkpoints, so that a weight is rounded only once, from the file to fp16. This is done
+tensor by tensor when the weight is needed. Its pages belong to the checkpoint's file, and the system can
+evict them.
 
-Weights that would take more than a share of the memory go to a temporary file, if the disk has room. A
-tensor that is mapped from it reads and writes like any other. What is cast from it is mapped as well.
+Weights that would take more than a share of memory are mapped from a temporary file, if the disk has space.
+A mapped tensor is read and written like any other. If it is cast, the result is mapped as well.
 
-**Does not catch** what copies a tensor by other means (`copy.deepcopy`, `.to`): the copy is in memory.
+**Does not catch** tensors that are copied by other means (`copy.deepcopy`, `.to`); the copy is in memory.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from stopdown.fold_names import Folds, name_parameters
 from stopdown.number_formats import name_dtype
 
 SHARE = 0.25
-"""Of the machine's memory: weights that take more are mapped."""
+"""Share of the machine's memory above which weights are mapped."""
 
 Load = Callable[[str], torch.Tensor]
 """Returns a parameter or buffer by its name, in its stored dtype."""
 
 _STORED = "stopdown_stored"
-"""Attribute of a weight that waits: its `StoredWeight`."""
+"""Name of the attribute with the `StoredWeight` of a parameter that is offloaded to its file."""
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight as its file has it, and what it becomes.
+    """A weight in its file, with the exponents and the dtype in which it is read.
 
     Attributes:
-        values: as they are stored, mapped from the file.
-        folds: places and the exponents that they are multiplied by, `2**exponent`.
-        dtype: what the result is cast to.
+        values: stored values, mapped from the file.
+        dtype: dtype to which the scaled values are cast.
+        folds: places in the tensor and their exponents; values there are multiplied by `2**exponent`.
     """
 
     values: torch.Tensor
@@ -52,7 +52,7 @@ class StoredWeight:
     folds: Folds = ()
 
     def read(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return the weight on a device; the stored values themselves if nothing changes."""
+        """Return the scaled and cast weight on a device, or the stored values if nothing changes."""
         if not self.folds and self.values.dtype == self.dtype:
             return self.values.to(device)
         made = torch.empty(self.values.shape, dtype=self.dtype, device=device)
@@ -60,7 +60,11 @@ class StoredWeight:
         return made
 
     def take(self, places: torch.Tensor) -> torch.Tensor:
-        """Return some values of the weight, by their places in the flattened tensor."""
+        """Return some of the scaled and cast values.
+
+        Args:
+            places: indices into the flattened tensor, `[n]`.
+        """
         values = self.values.reshape(-1)[places].double()
         if self.values.dim():
             at = torch.unravel_index(places, self.values.shape)
@@ -75,11 +79,11 @@ class StoredWeight:
         return values.to(self.dtype)
 
     def write(self, target: torch.Tensor) -> None:
-        """Write the weight into a tensor of its shape and dtype, on any device.
+        """Write the scaled and cast weight into a tensor of its shape and dtype, on any device.
 
-        Each value is rounded once: a product with a power of two is exact before the cast.
+        Each value is rounded once, since its product with a power of two is exact before the cast.
 
-        Cost: on another device at most `_PIECE_BYTES` beside the target, or as much on the host.
+        Cost: on another device, up to `_PIECE_BYTES` of memory besides the target, or as much on the host.
         """
         rows = len(self.values) if self.values.dim() else 1
         if self.values.device == target.device or not self.values.dim():
@@ -96,16 +100,16 @@ class StoredWeight:
 
 
 _PIECE_BYTES = 2**25
-"""Stored bytes of a large weight that are converted on a device at a time."""
+"""Stored bytes of a large weight that are converted at a time on a device."""
 
 _HOST_BYTES = 2**20
-"""Stored bytes of a weight that is converted on the host, whatever the device is."""
+"""Size in stored bytes up to which a weight is converted on the host and then transferred."""
 
 
 def _bring(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return stored values on a device; bf16 arrives as its bits and becomes fp32 there.
+    """Return stored values on a device; bf16 is transferred as integers and expanded to fp32 there.
 
-    A device may lack bf16 altogether, as an M1 does: nothing is computed in it.
+    This works on devices without bf16, such as an M1.
     """
     if values.dtype != torch.bfloat16 or device.type == "cpu":
         return values.to(device)
@@ -130,7 +134,7 @@ def _convert(values: torch.Tensor, folds: Folds, target: torch.Tensor) -> None:
 
 
 def _shift(folds: Folds, start: int, count: int) -> Folds:
-    """Return the folds of some rows, as places among these."""
+    """Return the folds of `count` rows from `start` on, with places relative to these rows."""
     return [
         ((slice(max(0, rows.start - start), max(0, min(count, rows.stop - start))),), exponent)
         if len(place) == 1 and (rows := place[0]).start is not None
@@ -142,13 +146,13 @@ def _shift(folds: Folds, start: int, count: int) -> Folds:
 def put_(
     tensor: torch.Tensor, stored: StoredWeight, device: str | torch.device | None = None
 ) -> None:
-    """Give a parameter or buffer the values of a stored weight for good, on its device or another."""
+    """Load a stored weight into a parameter or buffer, on its own device or another one."""
     tensor.data = stored.read(tensor.device if device is None else device)
     mark_as_waiting(tensor, waits=False)
 
 
 def wait_(tensor: torch.Tensor, stored: StoredWeight) -> None:
-    """Let a parameter wait in its file: it keeps shape and dtype, and owns no memory. A buffer is read."""
+    """Offload a parameter to its file: keep shape and dtype, and free its memory. A buffer is loaded."""
     if not isinstance(tensor, torch.nn.Parameter):
         put_(tensor, stored)
     elif find_stored(tensor) is None:  # a tied one has several names
@@ -159,9 +163,9 @@ def wait_(tensor: torch.Tensor, stored: StoredWeight) -> None:
 
 
 class WaitingParameter(torch.nn.Parameter):
-    """A parameter whose values are stored elsewhere now and then: it is printed without them.
+    """Parameter that can be offloaded, and is printed without values then.
 
-    PyTorch reads past the end of memory there.
+    PyTorch's own `repr` would read past the end of its empty storage.
     """
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -171,23 +175,23 @@ class WaitingParameter(torch.nn.Parameter):
 
 
 def mark_as_waiting(tensor: torch.Tensor, *, waits: bool = True) -> None:
-    """Let a parameter's values be away, or let it be a plain one again."""
+    """Make a plain parameter a `WaitingParameter`, or with `waits=False` the reverse, in place."""
     before, after = torch.nn.Parameter, WaitingParameter
     if type(tensor) is (before if waits else after):
         tensor.__class__ = after if waits else before
 
 
 def find_stored(tensor: torch.Tensor) -> StoredWeight | None:
-    """Return the stored weight that a waiting parameter is read from; None for a tensor with values."""
+    """Return the stored weight of an offloaded parameter; None if the tensor's values are in memory."""
     stored: StoredWeight | None = vars(tensor).get(_STORED)
     return stored if stored is not None and not tensor.untyped_storage().nbytes() else None
 
 
 def choose_folder(needed_bytes: int, memory_bytes: int) -> Path | None:
-    """Choose the folder for mapped weights; None if they are small or the disk has no room.
+    """Choose the folder for mapped weights; None if they are small, or the disk has too little space.
 
     Warns:
-        StopdownWarning: they are large, and the disk has no room for them.
+        StopdownWarning: they are large, and the disk has too little space.
     """
     if needed_bytes <= SHARE * memory_bytes or os.name != "posix":
         return None
@@ -204,7 +208,7 @@ def choose_folder(needed_bytes: int, memory_bytes: int) -> Path | None:
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values lie in a file."""
+    """Return whether a tensor's values are mapped from a file."""
     return find_mapped_folder(tensor) is not None
 
 
@@ -212,7 +216,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, WaitingParameter)
 
 
 def find_mapped_folder(tensor: torch.Tensor) -> Path | None:
-    """Return the folder of the file that holds a tensor's values; None for memory."""
+    """Return the folder of the file from which a tensor is mapped; None if it is in memory."""
     if type(tensor) not in _PLAIN or tensor.device.type != "cpu":
         return None
     name = tensor.untyped_storage().filename
@@ -220,7 +224,7 @@ def find_mapped_folder(tensor: torch.Tensor) -> Path | None:
 
 
 def cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast a tensor, mapped if it is mapped; return it unchanged if it has that dtype."""
+    """Cast a tensor; the result is mapped if the tensor is. It is the tensor itself if nothing changes."""
     folder = find_mapped_folder(tensor)
     if folder is None or tensor.dtype == dtype:
         return tensor.to(dtype)
@@ -235,10 +239,13 @@ def widen_(module: torch.nn.Module) -> None:
 
 
 def map_copy(tensor: torch.Tensor, folder: Path, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a mapped copy of a tensor.
+    """Return a copy of a tensor that is mapped from a temporary file.
 
-    The file is gone when it is no longer mapped, also after a kill. Windows refuses to remove a file that
-    is mapped: there the first copy that finds it free removes it, of this process or another one.
+    The file is deleted at once, so that its space is freed when it is no longer mapped, even after a kill.
+    Windows cannot delete a mapped file. There, a later call in any process deletes it once it is free.
+
+    Args:
+        dtype: dtype of the copy; None for that of the tensor.
     """
     dtype = tensor.dtype if dtype is None else dtype
     size = tensor.numel() * dtype.itemsize
@@ -262,7 +269,7 @@ _left: set[str] = set()
 
 
 def _remove(path: str) -> None:
-    """Remove a file, or remember it where it cannot be removed yet."""
+    """Remove a file, or add it to `_left` if it cannot be removed yet."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -274,10 +281,10 @@ def _remove(path: str) -> None:
 
 
 def remove_left(folder: Path | None = None) -> None:
-    """Remove the files of weights that are mapped no more; one that still is stays.
+    """Remove temporary files that could not be removed before; those that are still mapped are kept.
 
     Args:
-        folder: those that other processes left in it are removed as well.
+        folder: on Windows, a folder from which files of other processes are removed as well.
     """
     found = {str(x) for x in folder.glob(f"{_PREFIX}*.bin")} if folder and _KEEPS_MAPPED else set()
     for path in _left | found:
@@ -288,11 +295,15 @@ atexit.register(remove_left)
 
 
 _ZEROS = 2**24
-"""Bytes that are written at a time where room cannot be reserved."""
+"""Bytes of zeros that are written at a time on systems that cannot reserve disk space."""
 
 
 def _reserve(path: Path, size_bytes: int) -> None:
-    """Take the room on the disk now: values written into a mapping of a full one end the process."""
+    """Reserve disk space for a file; otherwise writes to its mapping on a full disk would kill the process.
+
+    Raises:
+        OutputError: the disk has too little space.
+    """
     try:
         with path.open("wb") as file:
             if hasattr(os, "posix_fallocate"):

@@ -1,7 +1,7 @@
-"""Floating-point formats as data: their largest value, smallest normal value and precision.
+"""Floating-point formats as data, with their ranges and precision, and formatting of figures as text.
 
-Names are the ones used everywhere in Stopdown, in text, JSON and flags: `fp16`, `bf16`, `fp32`…
-Figures follow IEEE 754-2019 for fp16, fp32 and fp64, and the OCP 8-bit specification for fp8.
+Formats have one name in text, JSON and flags: `fp16`, `bf16`, `fp32`… Figures are those of IEEE 754-2019
+for fp16, fp32 and fp64, and of the OCP 8-bit specification for fp8.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ class Format:
     """One floating-point format.
 
     Attributes:
-        name: as written in flags and records.
-        torch_name: attribute of the `torch` module.
+        name: name in flags and records.
+        torch_name: name in the `torch` module.
         safetensors_name: dtype in a safetensors header.
         largest: largest finite value.
         smallest_normal: smallest positive value with full precision.
-        smallest: smallest positive value.
+        smallest: smallest positive (subnormal) value.
+        significant_bits: bits of precision, including the implicit one.
+        size_bytes: bytes per value.
     """
 
     name: str
@@ -61,10 +63,10 @@ FORMATS = {
 FP16 = FORMATS["fp16"]
 
 NEAR_FP16_END = FP16.largest // 1e4 * 1e4
-"""A bound or mask of at least this magnitude stands for fp16's maximum: 6e4, 65000 or 65504 in code."""
+"""Magnitude from which a constant in code means fp16's maximum: 6e4, 65000 or 65504."""
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-"""The formats that a component can be asked to run in."""
+"""Formats in which a component can run."""
 
 _ALIASES = {
     "float16": "fp16",
@@ -82,7 +84,10 @@ def parse_precision(text: str, also: Iterable[str] = ()) -> str:
     """Return the name of a precision from its name or a common alias.
 
     Args:
-        also: further words that are taken where it was typed, for the error.
+        also: other valid words, which the error lists.
+
+    Raises:
+        OptionError: the precision is unknown.
     """
     name = _ALIASES.get(text.strip().lower(), text.strip().lower())
     if name not in PRECISIONS and "." in name:
@@ -102,7 +107,7 @@ def parse_precision(text: str, also: Iterable[str] = ()) -> str:
 
 
 def find_format(dtype: torch.dtype | str) -> Format | None:
-    """Return the format of a torch dtype or a safetensors dtype name; None when it is not floating."""
+    """Return the format of a torch dtype or of a name of it; None if it is not a floating dtype."""
     text = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
     for entry in FORMATS.values():
         if text in (entry.name, entry.torch_name, entry.safetensors_name):
@@ -139,13 +144,13 @@ def format_about(seconds: float) -> str:
 
 
 def format_range(least: float, most: float) -> str:
-    """Format a range of estimated times in seconds: `15 min to 31 min`; one time where both read alike."""
+    """Format a range of estimated seconds: `15 min to 31 min`; one time if both look equal."""
     first, last = format_about(least), format_about(most)
     return first if first == last else f"{first} to {last}"
 
 
 def list_some(names: Sequence[str], most: int = 3) -> str:
-    """Join the first names, and count the rest: `a, b, c and 4 more`."""
+    """Join the first `most` names, and count the rest: `a, b, c and 4 more`."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
 
@@ -159,10 +164,10 @@ _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 def parse_bytes(text: str, name: str = "memory") -> int:
-    """Parse an amount of memory: `8GiB`, `500 MiB`, or `8GB`, which counts as GiB as on graphics cards.
+    """Parse an amount of memory: `8GiB`, `500 MiB`, or `8GB`, which means GiB, as on graphics cards.
 
     Args:
-        name: of the argument, for the message.
+        name: name of the argument, for the error.
     """
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])i?b?|b)\s*", text.lower())
     amount = float(found.group(1)) * 2.0 ** _UNITS[found.group(2) or ""] if found else 0.0

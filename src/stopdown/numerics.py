@@ -1,7 +1,8 @@
 """Pure functions on tensors: largest magnitudes, non-finite counts, headroom, errors.
 
-Nothing here changes its input or synchronises with the host unless its docstring says so. What computes
-does so with autocast off, which may be on around it: it casts products, and refuses to stack other dtypes.
+They don't change their inputs, and don't synchronise with the host unless the docstring says so.
+Computations disable a surrounding autocast, which would cast products and refuse to stack tensors of other
+dtypes.
 """
 
 from __future__ import annotations
@@ -20,29 +21,28 @@ from stopdown.interception.autocast import without_autocast
 from stopdown.number_formats import NEAR_FP16_END, find_format
 
 HALVES = (torch.float16, torch.bfloat16)
-"""What is computed in 16 bits."""
+"""The 16-bit floating dtypes."""
 
 LEAST_SQUARES = 2.0**-100
-"""A sum of squares below this is not computed in fp32, which may have lost most of it."""
+"""Sums of squares below this are computed in fp64, as fp32 may lose most of them to underflow."""
 
 DEVICE_VALUES = 1 << 24
-"""How many values are widened to float64 at a time on an accelerator: 128 MiB."""
+"""Number of values that are cast to fp64 at a time on an accelerator (128 MiB)."""
 
 CACHED_VALUES = 1 << 18
-"""How many values are widened to fp32 at a time on a CPU: 1 MiB; with fewer, several threads wait for each
-other more than they work."""
+"""Number of values that are cast to fp32 at a time on a CPU (1 MiB); with fewer, threads mostly wait."""
 
 ONEDNN_TERMS = 512
-"""Products of shorter sums are done by MKL."""
+"""Number of terms from which matrix products use oneDNN; shorter ones use MKL."""
 
 FEW_COLUMNS = 3
-"""So are products with no more columns."""
+"""Number of columns up to which matrix products use MKL."""
 
 HIDDEN_FROM = -1e9
-"""The mildest number that code adds to scores to hide them; the usual one is the lowest of fp32."""
+"""Largest number that counts as hiding an attention score in a mask; fp32's lowest is the usual one."""
 
 HIDDEN_IN_FP16 = -NEAR_FP16_END
-"""What hides scores in fp16. Its lowest number, -65504, is -Inf with a score below -16 added to it."""
+"""Number that hides scores in fp16; with fp16's lowest, -65504, a score below -16 would sum to -Inf."""
 
 LARGEST_ERROR = 0.05
 """Largest relative error (2-norm) against fp32 that is accepted if bf16 doesn't run."""
@@ -100,9 +100,10 @@ def measure_amax(tensor: torch.Tensor) -> float:
 def summarise_magnitudes(tensor: torch.Tensor) -> tuple[float, float, float, int]:
     """Return the largest magnitude, root mean square, smallest positive magnitude and non-finite count.
 
-    The non-finite values are counted by the last figure and left out of the others, which are
-    0.0 for an empty tensor.
-    Cost: five passes, and a host read for each `DEVICE_VALUES`; on a CPU piece by piece, in its cache.
+    The first three ignore non-finite values. All are 0 for an empty tensor.
+
+    Cost: five passes, and a host read for each `DEVICE_VALUES`; on a CPU the passes run piece by piece in
+    its cache.
     """
     if tensor.numel() == 0:
         return 0.0, 0.0, 0.0, 0
@@ -131,7 +132,7 @@ def _summarise_piece(values: torch.Tensor) -> list[float]:
 
 
 def _summarise_cached(values: torch.Tensor) -> list[list[float]]:
-    """Summarise each piece as `_summarise_piece` does, in fp32 unless its range is too small."""
+    """Return the figures of `_summarise_piece` for each piece, computed in fp32 if its range suffices."""
     pieces, found = values.split(CACHED_VALUES), list[list[float]]()
     wide_dtype = values.dtype if values.element_size() >= 4 else torch.float32
     held = torch.empty(pieces[0].shape, dtype=wide_dtype)
@@ -150,9 +151,14 @@ def _summarise_cached(values: torch.Tensor) -> list[list[float]]:
 
 @without_autocast()
 def multiply_matrices(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return `rows @ columns.T`; in fp32 on a CPU by oneDNN, in half of MKL's time on AMD's processors.
+    """Return `rows @ columns.T`.
 
-    A few columns take MKL half of oneDNN's time.
+    In fp32 on a CPU, it is computed by oneDNN, which takes half of MKL's time on AMD's processors. For
+    products with few columns, MKL takes half of oneDNN's time and is used.
+
+    Args:
+        rows: `[R, C]`.
+        columns: `[N, C]`.
     """
     matrices = (rows, columns)
     if (
@@ -169,10 +175,10 @@ def multiply_matrices(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor
 
 @without_autocast()
 def cast_mask(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast a floating tensor that may be an additive mask: what hides a score stays finite.
+    """Cast a floating tensor that may be an additive mask, so that values which hide a score stay finite.
 
-    Plain casts make -Inf of it, and a row of nothing else is NaN after the softmax. Other values, and those
-    that are -Inf already, are cast as always.
+    A plain cast to fp16 turns them into -Inf, and a row of only these becomes NaN in the softmax. Other
+    values, including -Inf, are cast normally.
     """
     if dtype != torch.float16 or tensor.dtype in (dtype, torch.float8_e4m3fn, torch.float8_e5m2):
         return tensor.to(dtype)
@@ -193,8 +199,8 @@ def count_non_finite(tensor: torch.Tensor) -> tuple[int, int]:
 def has_values(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has values that can be read.
 
-    One that is fake, on `meta`, sparse or nested has none, and neither has a weight that waits elsewhere
-    or is made at the first call.
+    Fake, `meta`, sparse, nested and empty tensors have none. Nor do offloaded weights, and lazy parameters
+    before the first call.
     """
     is_fake = tensor.is_meta or isinstance(tensor, FakeTensor)  # a capture runs a copy
     if tensor.layout is not torch.strided or is_fake or is_lazy(tensor) or not tensor.numel():
@@ -203,19 +209,19 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def is_away(tensor: torch.Tensor) -> bool:
-    """Return whether a weight's values are elsewhere: it is on `meta`, or its storage is empty."""
+    """Return whether a weight is offloaded: it is on `meta`, or its storage is empty."""
     if tensor.layout is not torch.strided or is_lazy(tensor) or not tensor.numel():
         return False
     return tensor.is_meta or not tensor.untyped_storage().nbytes()
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has floating values of 16 bits or more; 8-bit values cannot be compared."""
+    """Return whether a tensor has readable floating values of 16 or more bits, which can be compared."""
     return tensor.is_floating_point() and tensor.element_size() > 1 and has_values(tensor)
 
 
 def count_writes(tensor: torch.Tensor) -> int | None:
-    """Return PyTorch's count of writes into a tensor; None in inference mode, which keeps none."""
+    """Return PyTorch's version counter of a tensor; None for inference tensors, which have none."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -223,13 +229,19 @@ def count_writes(tensor: torch.Tensor) -> int | None:
 def bound_values(
     tensors: list[torch.Tensor], known: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 ) -> torch.Tensor | None:
-    """Return the least and largest value of each floating tensor, `[2 * n]` on the first one's device.
+    """Return the least and largest value of each floating tensor.
 
-    Both are NaN where a tensor holds NaN, and one is infinite where it holds Inf, so that one read shows
-    whether all values are finite, and how close they are to the maximum of the format. Returns None
-    without a tensor.
-    `known` holds pairs of scalars found before; they follow those of the tensors.
-    Cost: one pass and one operation a tensor, one more for each dtype; no host read.
+    Both are NaN if a tensor contains NaN, and one is infinite if it contains Inf. One host read thus shows
+    whether all values are finite, and how close they are to the format's maximum.
+
+    Args:
+        known: pairs (least, largest) of scalar tensors that were computed before.
+
+    Returns:
+        A flat tensor of pairs, those of the tensors followed by those in `known`, on the device of the
+        first; None if there are none.
+
+    Cost: one pass and one operation per tensor, and one operation per dtype; no host read.
     """
     pairs = [_bound(t) for t in tensors if t.is_floating_point() and t.numel()]
     flat = [bound for pair in (*pairs, *known) for bound in pair]
@@ -263,7 +275,7 @@ def headroom_bits(amax: float, dtype: torch.dtype) -> float:
 
 ATTENTION = "scaled_dot_product_attention"
 _LEFT = ("mat1", "batch1", "mat")
-"""What the left matrix is called where the first tensor is a summand."""
+"""Names of the left matrix in operations whose first tensor is a summand."""
 
 
 def count_flops(
@@ -275,14 +287,14 @@ def count_flops(
 ) -> float:
     """Count the floating-point operations of a product, convolution or attention, two per multiply-add.
 
-    As `torch.utils.flop_counter` counts them, but by names: a transposed convolution multiplies once
-    for each value that it is given, any other for each that it returns.
+    The counts are those of `torch.utils.flop_counter`. A transposed convolution applies its kernel once for
+    each input value, any other for each output value.
 
     Args:
-        name: of the operation, as ATen has it: `linear`, `conv_transpose2d`, `addmm`.
-        shapes: of its tensors, by the names of their arguments, in order.
-        output: shape of its output.
-        transposed: for `convolution`, whether it is a transposed one.
+        name: ATen name of the operation: `linear`, `conv_transpose2d`, `addmm`.
+        shapes: shapes of the tensor arguments by name, in order.
+        output: shape of the output.
+        transposed: whether an operation named `convolution` is transposed.
     """
     if name == ATTENTION and {"query", "key"} <= set(shapes):
         *rows, width = shapes["query"]
@@ -299,7 +311,7 @@ def count_flops(
 def count_attention_on_cpu(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
 ) -> int:
-    """Count the operations of the CPU's attention, for which torch's counter has no formula."""
+    """Count the FLOPs of attention on the CPU, for which PyTorch's FLOP counter has no formula."""
     return int(count_flops(ATTENTION, {"query": query, "key": key, "value": value}, ()))
 
 

@@ -1,17 +1,20 @@
-"""What is known of each ATen operation: one table, which exponents, bounds and graph readers share.
+"""Table of ATen operations, shared by the rules for exponents, bounds and graphs.
 
-A row of `knowledge/rules/operations.toml` gives operations that are alike in every column:
+Each row of `knowledge/rules/operations.toml` lists operations that are equal in all of these columns:
 
-- *kind*: what it does to values. Code asks for kinds, never for names.
-- *exponent*: the rule in `exponent_rules` for inputs and result, with its arguments:
-  `product self vec2` adds the exponents of two arguments, `+bias` is added to the result, `!angle` stays.
-- *bound*: the rule in `propagation` for the largest magnitude of its result.
-- *traits*: `rearranges`: each element of the result is one of an input, up to its sign. `unrounded`: that,
-  or a number. `alias`: the result may share the input's storage. `saturates`: the result is bounded
-  whatever the input. `unmasks`: the sentinels of a mask end here. `slope=k`: the Lipschitz constant.
+- *kind*: what the operation does to values. Code asks for kinds, never for names.
+- *exponent*: rule in `exponent_rules` for inputs and result, with its arguments:
+  `product self vec2` adds the exponents of two arguments, `+bias` is added to the result, `!angle` is
+  fixed.
+- *bound*: rule in `propagation` for the largest magnitude of the result.
+- *traits*: `rearranges`: each element of the result is an element of an input, up to its sign. `unrounded`:
+  the same, or a constant. `alias`: the result may share the input's storage. `saturates`: the result is
+  bounded for any input. `unmasks`: the values that hide scores in a mask do not pass. `slope=k`: the
+  Lipschitz constant.
 
-A new operation is one word in a row. One that is in no row is pinned, has no bound, and is reported by
-name. Which dtypes an operation takes together, by backend, is in `knowledge/rules/backend_dtypes.toml`.
+A new operation is one word in a row. An operation without a row has its exponent fixed at 0 and no bound,
+and is reported by name. The dtypes that operations accept on each backend are in
+`knowledge/rules/backend_dtypes.toml`.
 """
 
 from __future__ import annotations
@@ -26,22 +29,22 @@ from stopdown.files.toml_files import read_rules
 
 CONVOLUTIONS = ("convolution", "any_convolution", "transposed_convolution")
 PRODUCTS = ("linear", *CONVOLUTIONS, "matrix", "attention")
-"""Kinds of what does nearly all of the arithmetic."""
+"""Kinds of operations that do nearly all of the arithmetic."""
 
 NORMS = ("row_norm", "group_norm", "batch_norm")
 ONE_DTYPE = (*PRODUCTS, "einsum", "bilinear", *NORMS, "blend", "prelu")
-"""Kinds of what takes operands of one dtype, where no rule of a backend says otherwise."""
+"""Kinds of operations that need operands of one dtype, unless a backend rule says otherwise."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One row's columns, for one of its operations.
+    """Properties of one ATen operation.
 
     Attributes:
-        name: without overload: `layer_norm`.
-        kind, exponent, bound: as the head of this module says; `bound` is "" for none.
-        traits: those without a value.
-        slope: no input moves the result by more than this times itself; None where that is unknown.
+        name: name without overload: `layer_norm`.
+        kind, exponent, bound: columns of the table, see this module's docstring; `bound` is "" for none.
+        traits: traits without a value.
+        slope: Lipschitz constant; None if unknown.
     """
 
     name: str
@@ -53,12 +56,14 @@ class Operation:
 
 
 class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How Python code calls operations.
+    """Names by which Python code calls operations.
 
     Attributes:
-        asks: what turns a tensor's values into numbers of Python.
-        makes: what makes a tensor of numbers.
-        arguments: names of arguments in order, where a signature does not tell them.
+        asks: functions and methods that read a tensor's values into Python, such as `item`.
+        makes: functions that create a tensor from numbers.
+        called: name of an operation by the name of the torch function or method that calls it.
+        arguments: names of the arguments in order, for functions without a readable signature.
+        renamed: other names of arguments, by operation.
     """
 
     asks: frozenset[str]
@@ -70,13 +75,13 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def read_calls() -> Calls:
-    """Read from the table how Python code calls the functions and methods of torch."""
+    """Read the names of torch's functions, methods and arguments from `operations.toml`; cached."""
     return msgspec.convert(read_rules("operations")["calls"], Calls)
 
 
 @functools.cache
 def read_operations() -> Mapping[str, Operation]:
-    """Return every operation of the table by its name."""
+    """Return the operations of `operations.toml` by name; cached."""
     found: dict[str, Operation] = {}
     for kind, exponent, bound, traits, names in read_rules("operations")["rows"]:
         slopes = [float(x.partition("=")[2]) for x in traits.split() if x.startswith("slope=")]
@@ -91,7 +96,7 @@ def read_operations() -> Mapping[str, Operation]:
 
 
 def find_operation(name: str) -> Operation | None:
-    """Return the row of an operation or of its in-place form; None if there is no such row."""
+    """Return an operation, also for the name of its in-place form; None if the table lacks it."""
     table = read_operations()
     if name in table or not name.endswith("_") or name.startswith("__"):
         return table.get(name)
@@ -99,7 +104,7 @@ def find_operation(name: str) -> Operation | None:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of an operation by its own name; "" without a row of that name, as for `add_`."""
+    """Return the kind of an operation; "" if the table lacks the name, as for in-place forms (`add_`)."""
     found = read_operations().get(name)
     return found.kind if found else ""
 
@@ -112,10 +117,10 @@ def list_with(trait: str) -> frozenset[str]:
 
 @functools.cache
 def list_kinds(*kinds: str) -> frozenset[str]:
-    """Return the names of the operations of some kinds."""
+    """Return the names of the operations of the given kinds."""
     return frozenset(name for name, row in read_operations().items() if row.kind in kinds)
 
 
 def keeps_clamps(class_name: str) -> bool:
-    """Return whether the clamp at fp16's maximum is part of a model, by the name of its class."""
+    """Return whether clamps at fp16's maximum belong to models of a class and must be preserved."""
     return class_name.startswith(tuple(read_rules("operations")["kept_clamps"]))

@@ -1,4 +1,4 @@
-"""Errors of a host or device that has no memory left."""
+"""Recognition of out-of-memory errors of the host and of devices."""
 
 from __future__ import annotations
 

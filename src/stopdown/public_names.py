@@ -1,4 +1,4 @@
-"""Names that a package loads when they are first used: its stub `__init__.pyi` is their one list."""
+"""Lazy loading of a package's public names, which are listed in its stub `__init__.pyi`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def read_homes(package: ModuleType) -> dict[str, str]:
-    """Return each name of a package's stub, and the module that it is in: verbs first, then classes."""
+    """Return the module of each name in a package's stub; functions come first, then classes."""
     spec = package.__spec__
     assert spec is not None
     stub = spec.loader.get_data(f"{spec.origin}i").decode()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""How a record shows itself: a short text in a console, tables in a notebook."""
+"""Display of records: a short text in a console, tables in a notebook."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 _WIDTH = 80
 _LINES = 22
-"""A terminal of 80 by 24 keeps two lines for the prompt."""
+"""Lines of a `repr`, which leaves two for the prompt in a terminal of 80 by 24."""
 
 _TEXT = 60
-"""Longer texts are cut in both, in characters."""
+"""Number of characters above which texts are cut."""
 
 _ROWS = 12
-"""More entries of a tuple are counted and not listed."""
+"""Number of entries of a tuple that are listed; the rest is counted."""
 
 
 class Displayed:
-    """Base of records: a `repr` that fits a terminal, and tables in notebooks.
+    """Base class of records, with a `repr` that fits a terminal, and tables in notebooks.
 
-    Both leave out fields that have their default. Whatever was cut is whole in the record itself.
+    Both leave out fields with default values, and cut long ones. The record itself is complete.
     """
 
     def __rich_repr__(self) -> Iterator[tuple[str, Any]]:
@@ -56,18 +56,18 @@ class Displayed:
         return f"<div style='max-width:100%;overflow-x:auto'>{title}{shown}</div>"
 
     def summarise(self) -> Summary | None:
-        """Return the summary that the command line shows; None to show the fields alone."""
+        """Return the summary that the command line shows; None to show only the fields."""
         return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """A table, and sentences below it.
+    """A table with notes below it.
 
     Attributes:
-        headings: of the columns.
-        rows: texts, as many each as there are headings.
-        notes: a name, or "", and what is said of it.
+        headings: headings of the columns.
+        rows: texts of the cells, as many in each row as there are headings.
+        notes: pairs of a name, or "", and a text about it.
     """
 
     headings: tuple[str, ...]
@@ -84,7 +84,7 @@ class Summary:
         return "\n\n".join(["\n".join(table), *notes])
 
     def list_sentences(self) -> list[str]:
-        """List the notes as texts, each after its name."""
+        """List the notes as texts, each with its name in front."""
         return [f"{name}: {said}" if name else said for name, said in self.notes]
 
     def format_html(self) -> str:
@@ -142,7 +142,7 @@ def _format_value(value: Any) -> str:
 
 
 def _is_digest(value: Any) -> bool:
-    """Return whether a value is a hash, which means nothing to a reader."""
+    """Return whether a value is a hash, which isn't shown as it means nothing to a reader."""
     return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
 
 
@@ -150,7 +150,7 @@ _DIGEST = re.compile("[0-9a-f]{40,}")
 
 
 def _shorten(text: str) -> str:
-    """Return a text that is cut between two words if it is long; data without words is counted."""
+    """Cut a long text between two words; for data without spaces, return its number of characters."""
     most = 4 * _TEXT
     if len(text) <= most:
         return text
@@ -159,7 +159,7 @@ def _shorten(text: str) -> str:
 
 
 def _make_list(records: tuple[Any, ...]) -> str:
-    """Format records of one class as an HTML table with a row for each."""
+    """Format records of one class as an HTML table with a row for each record."""
     shown = [pair for item in records for pair in _list_fields(item)]
     told = {name for name, value in shown if not _is_digest(value)}
     names = [entry.name for entry in dataclasses.fields(records[0]) if entry.name in told]

@@ -1,7 +1,7 @@
 """Tiny real pipelines for tests and examples, with overflow on demand.
 
-`make_pipeline` and `save_pipeline` give pipelines of real Diffusers classes with small random
-weights; `overflow` names a component that then overflows in fp16 only.
+`make_pipeline` and `save_pipeline` build pipelines of real Diffusers classes with small random weights.
+With `overflow`, one component overflows in fp16 only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stopdown.pipelines.tiny_pipelines import build_pipeline, list_tiny_pipeline
 from stopdown.sources.library_messages import drop_empty_remarks
 
 PIPELINE_NAMES = list_tiny_pipelines()
-"""What `make_pipeline` and `save_pipeline` can build."""
+"""Names of the pipelines that `make_pipeline` and `save_pipeline` can build."""
 
 
 def make_pipeline(
@@ -32,7 +32,7 @@ def make_pipeline(
     Args:
         name: one of `PIPELINE_NAMES`.
         overflow: component (`transformer`, `text_encoder`, `vae`…) that overflows in fp16 only.
-        seed: of the weights.
+        seed: seed of the weights.
         dtype: dtype of the weights.
 
     Raises:

@@ -135,7 +135,7 @@ def mend(
 
 
 def _mend_roots(pipe: Any, checked: CheckResult, done: list[str], patches: Patches) -> list[str]:
-    """Repair the findings of the first group in `_ORDER` that has any; return a sentence for each repair."""
+    """Repair the findings of the first group in `_ORDER` with any; return a sentence for each repair."""
     for kinds in _ORDER:
         chosen = [finding for finding in checked.findings if finding.kind in kinds]
         said = [_mend_one(pipe, finding, checked, done, patches) for finding in chosen]
@@ -222,7 +222,7 @@ def _cast_arguments(case: _Case) -> str:
 
 
 def _cast_at_module(case: _Case) -> str:
-    """Put hooks on a module, and its counterparts in other blocks, that cast inputs to the weights' dtype."""
+    """Hook a module, and its counterparts in other blocks, to cast inputs to the weights' dtype."""
     own = [
         part
         for place, part in case.module.named_modules()

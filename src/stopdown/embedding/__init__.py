@@ -1,9 +1,9 @@
-"""Names for programs that call models themselves and put Stopdown around that, such as the ComfyUI nodes.
+"""API for programs that call models themselves and embed Stopdown, such as the ComfyUI nodes.
 
     from stopdown.embedding import Guard, GuardOptions
 
-What such a program needs beside `stopdown` and `stopdown.scaling`. Names are loaded when they are first
-used; `__init__.pyi` beside this file is their one list.
+It has the names that such a program needs besides those of `stopdown` and `stopdown.scaling`. They are
+loaded when they are first used, and listed in `__init__.pyi` beside this file.
 """
 
 from __future__ import annotations
