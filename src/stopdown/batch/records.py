@@ -13,7 +13,7 @@ from stopdown.records import SCHEMA, ComponentPlan, Finding, Repair
 MOST_ITEMS = 100_000
 
 TRIES = 3
-"""How many workers may die on an item before it counts as failed."""
+"""Number of workers that may die on an item before it counts as failed."""
 
 MOST_DEATHS = 10
 """Deaths of workers in a row, without a finished item in between, that end a batch."""

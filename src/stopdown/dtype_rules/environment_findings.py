@@ -124,7 +124,7 @@ def check_range(seen: Examination, stored: Mapping[str, str]) -> Iterator[Findin
     """Find components that are stored in bf16 and would run in fp16 without a plan.
 
     Args:
-        stored: component → format of most of its weights on disk.
+        stored: format of most of the weights on disk, by component.
     """
     names = [
         callee.component_name

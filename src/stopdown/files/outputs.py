@@ -176,7 +176,7 @@ def find_free(path: str | os.PathLike[str], *companions: str) -> Path:
     """Return the path itself, or the first of `NAME-2.SUFFIX`, `NAME-3.SUFFIX`… that is free.
 
     Args:
-        companions: as for `write_numbered`.
+        companions: suffixes of other names that must be free, as for `write_numbered`.
     """
     first = Path(path)
     for number in itertools.count(2):

@@ -183,17 +183,17 @@ def spread_exponents(
 def trace_columns(
     source: Source, rows: Rows, exponents: Mapping[str, Mapping[str, int]]
 ) -> dict[str, torch.Tensor]:
-    """Return the exponents of a file's columns, which add to those of its rows: tensor → `[C]`.
+    """Return the exponents of the columns of a file's tensors, `[C]` int32 by name, to add to the rows'.
 
-    Tensors without such exponents are absent. Columns are counted as rows are: each has to come out in its
-    own place.
-
-    Columns are counted as rows are: each has to come out in its own place.
+    Tensors without exponents of columns are left out.
 
     Args:
-        exponents: component, parameter name (`name[:,0:64]` for a block of columns), exponent.
+        exponents: exponents by component and parameter name (`name[:,0:64]` for a block of columns).
 
-    Cost: a load without values, where there are any.
+    Raises:
+        ScalingError: the columns of a parameter are not columns in the file.
+
+    Cost: loads the pipeline once without values, if there are any such exponents.
     """
     folds = {component: list_folds(found) for component, found in exponents.items()}
     wanted = [
