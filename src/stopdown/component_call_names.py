@@ -48,6 +48,6 @@ def is_inside(path: str, *ancestors: str) -> bool:
 
 
 def list_outermost(paths: Iterable[str]) -> list[str]:
-    """List the paths that do not lie inside another one of the list."""
+    """Return the dotted paths that do not lie inside another one of them."""
     known = list(paths)
     return [path for path in known if not is_inside(path, *(x for x in known if x != path))]

@@ -32,7 +32,7 @@ class Display:
         """
 
     def announce(self, text: str) -> None:
-        """Show an urgent message, such as a repair."""
+        """Show an urgent message, for example about a repair."""
 
     def inform(self, text: str) -> None:
         """Show information before a long operation begins."""

@@ -126,7 +126,7 @@ class Processes:
             slot.channel.send((task.complete(), seal, plan if is_new else None))
 
     def wait(self) -> list[Event]:
-        """Wait at most a second for events and return them; in between, signals can be handled."""
+        """Return the events since the last call, after at most a second, so that signals can be handled."""
         waited = {slot.channel: n for n, slot in enumerate(self._slots) if slot.state != "free"}
         ready = multiprocessing.connection.wait(list(waited), timeout=1.0)
         events = [self._hear(waited[pipe]) for pipe in ready]

@@ -74,7 +74,7 @@ _LOADED_AS = {"autocast": "fp32", "clamp": PLAIN_FP16}
 
 
 def explain_meaning(name: str) -> str:
-    """Describe a precision of a comparison in one sentence."""
+    """Return a sentence that explains a precision of a comparison to users."""
     if name.endswith(".json"):
         return f"fp16, rescaled by {Path(name).name}."
     return MEANINGS.get(name, f"By component: {name.replace('+', ', ')}.")

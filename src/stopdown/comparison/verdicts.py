@@ -205,7 +205,7 @@ def recommend(
 
 
 def _word_verdicts(variants: Sequence[Variant]) -> str:
-    """Write `bf16 and fp16 give the same pictures as fp32; fp16-plain is broken.`"""
+    """Return all verdicts as a sentence: `bf16 gives the same pictures as fp32; fp16-plain is broken.`"""
     names: dict[str, list[str]] = {}
     for variant in variants:
         names.setdefault(variant.verdict, []).append(variant.name)

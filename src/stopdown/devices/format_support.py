@@ -237,7 +237,7 @@ def _measure_formats(device: Device) -> dict[str, Timing]:
 
 
 def _kept_timings(device: Device) -> Path:
-    """Return the path of a device's stored times; its name hashes all facts that they depend on."""
+    """Return the path of a device's stored times; the name is a hash of all facts that affect them."""
     import torch
 
     facts = (

@@ -470,7 +470,7 @@ _NEEDS_NEGATIVE = ("EasyAnimate",)
 
 
 def build_arguments(pipe: Any, request: Request, *, chooses_sides: bool = True) -> dict[str, Any]:
-    """Build the keyword arguments for the pipeline's call.
+    """Build the keyword arguments of a pipeline's call from a request.
 
     Args:
         chooses_sides: add height and width if the request has none and the pipeline's default does not suit
