@@ -92,20 +92,17 @@ def print_parts(console: Console, *parts: str | tuple[str, str]) -> None:
 
 
 SECONDS_BETWEEN_LINES = 10.0
-"""Least time between two lines of progress; the first line of a stage is printed at once."""
+"""A log gets one line of progress in this time, and one at the beginning of each stage."""
 
 LEAST_SHARE = 0.1
 """Share of a stage that must be done before its remaining time is estimated."""
-
-LONGEST_SILENCE_S = 30.0
-"""Time without output after which the current stage is printed again."""
 
 
 class Lines(Display):
     """Display that prints progress as plain lines, for logs; a context manager.
 
-    A line is printed when a stage first begins. After that, one is printed if there is progress and ten
-    seconds have passed, or if nothing was printed for half a minute.
+    Each stage has a line when it first begins. After that, a line follows every ten seconds, whether
+    there was progress or not.
     """
 
     _style = ""
@@ -137,9 +134,9 @@ class Lines(Display):
             self.tick()
 
     def tick(self) -> None:
-        """Print the current stage again if nothing was printed for `LONGEST_SILENCE_S`."""
+        """Print the stage that goes on again if nothing was printed for ten seconds."""
         now = self._clock()
-        if self._shown and now - self._printed >= LONGEST_SILENCE_S:
+        if self._shown and now - self._printed >= SECONDS_BETWEEN_LINES:
             self._print(self._shown, now)
 
     def progress(self, stage: str, what: str, done: int, total: int) -> None:
