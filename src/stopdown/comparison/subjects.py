@@ -38,9 +38,11 @@ from stopdown.mapped_weights import find_stored
 from stopdown.memory.forecast import Fit, choose_tiling, find_smallest
 from stopdown.number_formats import FORMATS, format_bytes
 from stopdown.pipelines.class_selection import select_pipeline
-from stopdown.pipelines.requests import Request, name_pipeline_arguments
+from stopdown.pipelines.drawn_inputs import complete_request
+from stopdown.pipelines.requests import Request, build_arguments, name_pipeline_arguments
 from stopdown.plans.applier import AppliedPlan, apply_plan
 from stopdown.plans.calibrated import measure_plan
+from stopdown.plans.certified import certify_program
 from stopdown.plans.plan_choice import choose_plan
 from stopdown.plans.plan_files import read_plan, write_plan
 from stopdown.plans.planned_loader import gather_facts, load_plan
@@ -188,7 +190,7 @@ def describe_subject(
             _refuse_options(request)
             return _describe_program(given, runs)
         name_pipeline_arguments(type(given), request)
-        make = partial(measure_plan, given, request=request, progress=progress)
+        make = partial(_certify, given, request, progress)
         return _describe(given, str(given.device), partial(_copy_pipe, given), make)
     refuse_run(runs or None, f"the source {getattr(given, 'name', given)}")
     target = choose_device(device)
@@ -278,6 +280,12 @@ def _choose_tiling(
             remedy=_MORE,
         )
     return bool(tiling)
+
+
+def _certify(pipe: Any, request: Request, progress: Progress | None) -> Plan:
+    """Return the plan that `fp16` puts on this pipeline for calls of this size."""
+    given = build_arguments(pipe, complete_request(pipe, request))
+    return certify_program(pipe, arguments=given, progress=progress)
 
 
 def _describe_program(program: Any, runs: Sequence[Run]) -> Subject:
