@@ -43,7 +43,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
 from full_size_configs import MODELS, T5_XXL  # noqa: E402 (the path is set above)
 
@@ -610,8 +610,8 @@ def describe(kept: dict[str, Any]) -> dict[str, Any]:
 
 def plan_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     """Make a plan by measuring or from the weights alone."""
+    from models.measured_plans import measure_pipeline
     from stopdown.devices.device_choice import choose_device
-    from stopdown.plans.calibrated import measure_plan
     from stopdown.plans.certified import certify_plan
     from stopdown.plans.plan_choice import find_or_certify
     from stopdown.plans.plan_files import write_plan
@@ -632,10 +632,7 @@ def plan_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     kind = BASES[case.base][1][case.component][1]
     with counting_fp32_calls(kind) as calls:
         if stage == "plan":
-            made = measure_plan(
-                source, prompts=prompts, request=request, residual="native", device="cpu",
-                progress=follow,
-            )  # fmt: skip
+            made = measure_pipeline(source, prompts=prompts, request=request, residual="native")
         elif stage == AUTO:
             shutil.rmtree(os.environ["STOPDOWN_CACHE"], ignore_errors=True)
             device = choose_device("cpu")

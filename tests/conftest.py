@@ -283,14 +283,14 @@ def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def save_planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Plan]]:
     """The folder of a tiny pipeline beyond fp16, and its measured plan, by name and residual stream."""
     from models import conversions
-    from stopdown.plans.calibrated import measure_plan
+    from models.measured_plans import measure_pipeline
 
     @functools.cache
     def save(name: str, residual: str | None = None) -> tuple[Path, Plan]:
         folder = tmp_path_factory.mktemp(f"planned-{name}") / "model"
         conversions.build(name).save_pretrained(folder)
         asked = conversions.measured(name)
-        return folder, measure_plan(str(folder), residual=residual, **asked)
+        return folder, measure_pipeline(str(folder), residual=residual, **asked)
 
     return save
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from models.measured_plans import measure_pipeline
 from stopdown import mapped_weights
 from stopdown.component_calls.components import find_components
 from stopdown.devices.device_choice import choose_device
@@ -31,7 +32,6 @@ from stopdown.pipelines import loader
 from stopdown.pipelines.loader import load_pipeline, move_program
 from stopdown.pipelines.requests import Request
 from stopdown.plans.applier import apply_plan
-from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.planned_loader import load_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import MemoryPlan, Plan
@@ -49,7 +49,7 @@ SMALL = Request(frames=9, height=16, width=16, steps=1)
 def planned(save_tiny: Callable[..., Path]) -> tuple[Source, Plan]:
     """A tiny CogVideoX beyond fp16, and a plan that was measured on weights in memory."""
     source = resolve_source(save_tiny("cogvideox", overflow="transformer"))
-    return source, measure_plan(source, request=SMALL, prompts=("a",), device="cpu")
+    return source, measure_pipeline(source, request=SMALL, prompts=("a",))
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_tied_weights_are_one_tensor_when_they_are_mapped(
 def test_a_plan_of_a_mapped_model_is_the_plan_of_the_model(planned: tuple[Source, Plan]) -> None:
     """Exponents, headroom and trial are the same; folding and casting leave every weight in a file."""
     source, plain = planned
-    mapped = measure_plan(source, request=SMALL, prompts=("a",), device="cpu")
+    mapped = measure_pipeline(source, request=SMALL, prompts=("a",))
     pipe = load_pipeline(source, torch_dtypes=torch.float32)
     with apply_plan(pipe, mapped):
         weights = [x for m in find_components(pipe).values() for x in m.parameters()]
@@ -272,7 +272,7 @@ def test_loading_by_a_plan_is_folding_and_casting_in_fp32(
     if name == "sd":
         source = resolve_source(save_tiny("sd", overflow="unet"))
         size = dataclasses.replace(SMALL, frames=None)
-        plan = measure_plan(source, request=size, prompts=("a",))
+        plan = measure_pipeline(source, request=size, prompts=("a",))
     cpu = choose_device("cpu")
     plain = load_pipeline(source, torch_dtypes=torch.float32)
     with apply_plan(plain, plan):

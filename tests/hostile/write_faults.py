@@ -46,7 +46,7 @@ def _replace_work() -> None:
     from stopdown.comparison import matrix
     from stopdown.dtype_rules import check
     from stopdown.dtype_rules import mend as fixes
-    from stopdown.plans import calibrated, certified
+    from stopdown.plans import certified
     from stopdown.records import Finding, GuardRecord
     from stopdown.runtime import runs
     from stopdown.runtime.runs import RunResult
@@ -59,7 +59,7 @@ def _replace_work() -> None:
         return RunResult(noise, GuardRecord("Tiny", (), (), 0, (), 0.0), None, 0.0)
 
     runs.make_frames = run
-    calibrated.measure_plan = certified.certify_plan = lambda *_, **named: make_plan()
+    certified.certify_plan = lambda *_, **named: make_plan()
     matrix.compare = lambda *_, **named: make_comparison()
     put_on, execute, guards = ScriptGuard.put_on, run_command.execute, list[ScriptGuard]()
 

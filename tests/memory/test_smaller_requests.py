@@ -15,7 +15,6 @@ from stopdown.devices.device_profiles import find_profile
 from stopdown.dtype_rules.sum_overflow import check_sums, run_pipeline
 from stopdown.memory.smaller_requests import choose_size
 from stopdown.pipelines.requests import Request, build_arguments
-from stopdown.plans import calibrated
 
 PICTURE = np.full((24, 40, 3), 128, np.uint8)
 PLENTY = 2**40
@@ -67,31 +66,6 @@ def test_what_does_not_fit_is_run_smaller_and_says_so() -> None:
         "It was run at 8x8 and not at 32x32, where a run in fp32 takes 0.0 GiB, and 0.0 GiB are there "
         "for it."
     )
-
-
-@pytest.mark.thorough
-def test_a_plan_without_sizes_takes_them_and_gives_the_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The denoiser was measured at the size that was chosen; its entry says why."""
-    monkeypatch.setattr(
-        calibrated, "choose_size", lambda *_, **__: ({"height": 16, "width": 16}, "Because.")
-    )
-    shapes = []
-    record = calibrated.record_calls
-
-    def note(*args: Any) -> Any:
-        recorded = record(*args)
-        shapes.append(recorded["unet"][0].args[0].shape[-2:])
-        return recorded
-
-    monkeypatch.setattr(calibrated, "record_calls", note)
-    plan = calibrated.measure_plan(
-        testing.make_pipeline("sd"), prompts=["a"], request=Request(steps=1)
-    )
-    assert shapes == [torch.Size((2, 2))]
-    said = {entry.component for entry in plan.components if "Because." in entry.reasons}
-    assert said == {"unet"}
 
 
 def test_sums_are_looked_at_where_the_default_would_take_all_memory() -> None:

@@ -22,8 +22,8 @@ from models.check_faults import (
     load_healthy,
     plant_fault,
 )
+from models.measured_plans import measure_pipeline
 from stopdown.pipelines.requests import Request
-from stopdown.plans.calibrated import measure_plan
 from stopdown.testing import PIPELINE_NAMES, make_pipeline
 
 QUICK = (
@@ -123,6 +123,6 @@ def test_a_planned_pipeline_has_no_finding(name: str) -> None:
         width=call.get("width"),
         steps=2,
     )
-    plan = measure_plan(pipe, prompts=("a",), request=request)
+    plan = measure_pipeline(pipe, prompts=("a",), request=request)
     with stopdown.apply_plan(pipe, plan):
         assert stopdown.check(pipe, device="v100", arguments=call_of(name)) == []

@@ -13,11 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from models import conversions
+from models.measured_plans import measure_pipeline
 from models.single_file_layout import name_encoder, name_pipeline, name_unet, name_vae
 from stopdown.checkpoints.convert import convert
 from stopdown.errors import OptionError, PlanError, SourceError
 from stopdown.pipelines.loader import complete_source, load_pipeline, load_program
-from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.certified import certify_plan
 from stopdown.records import Plan
 from stopdown.sources.source import Source
@@ -170,7 +170,7 @@ def make_call() -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def planned(save: Callable[[str], Source]) -> Plan:
     """The plan of the UNet's file, from the arguments of a call."""
-    return measure_plan(save("unet"), prompts=[{**make_call(), "return_dict": True}])
+    return measure_pipeline(save("unet"), prompts=[{**make_call(), "return_dict": True}])
 
 
 @pytest.fixture(scope="module")
@@ -258,22 +258,15 @@ def test_a_certificate_of_a_part_needs_no_call(save: Callable[[str], Source]) ->
 
 
 def test_a_part_without_calls_is_explained(save: Callable[[str], Source]) -> None:
-    """Neither a prompt nor nothing makes calls of a part; an autoencoder's calls need a name."""
-    with pytest.raises(OptionError) as caught:
-        measure_plan(save("unet"))
-    assert str(caught.value) == (
-        f"The file {save('unet').path} holds only unet, not a whole pipeline. To measure values, "
-        "Stopdown needs recorded calls of it. Compute bounds from the weights: make_plan(FILE). Or give "
-        "the arguments of a call."
-    )
+    """A prompt makes no call of a part; an autoencoder's calls need a name."""
     with pytest.raises(OptionError, match="is called as unet, and the prompt 'a ball' was given"):
-        measure_plan(save("unet"), prompts=["a ball"])
+        measure_pipeline(save("unet"), prompts=["a ball"])
     with pytest.raises(
         OptionError, match=r"as vae\.encode and vae\.decode, and a call without a name"
     ):
-        measure_plan(save("vae"), prompts=[{"z": torch.ones(1)}])
+        measure_pipeline(save("vae"), prompts=[{"z": torch.ones(1)}])
     with pytest.raises(OptionError, match=r"^unet did not run as recorded: "):
-        measure_plan(save("unet"), prompts=[{"x": torch.ones(1)}])
+        measure_pipeline(save("unet"), prompts=[{"x": torch.ones(1)}])
 
 
 def test_a_part_becomes_a_folder_of_its_component(
@@ -295,7 +288,7 @@ def test_a_component_folder_describes_a_part(save: Callable[[str], Source], fold
     """The config of the component alone is enough with a recorded call, and not for a certificate."""
     source = dataclasses.replace(save("unet"), config=folder / "unet")
     assert complete_source(source).components == {"unet": ("diffusers", "UNet2DConditionModel")}
-    plan = measure_plan(source, prompts=[make_call()])
+    plan = measure_pipeline(source, prompts=[make_call()])
     assert plan.components[0].precision == "fp16"
     with pytest.raises(
         SourceError, match="is that of a component, and does not say how a pipeline"

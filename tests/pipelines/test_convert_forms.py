@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from models.conversions import assert_right, build, convert_made, measured, plan_plainly, run_plain
+from models.measured_plans import measure_pipeline
 from models.single_file_models import build_flux, build_t5
 from stopdown.checkpoints.convert import _place_exponents, convert
 from stopdown.checkpoints.output_places import Target
@@ -22,7 +23,6 @@ from stopdown.fold_names import list_folds, spread_rows
 from stopdown.pipelines.loader import complete_source, load_pipeline
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.tiny_pipelines import overflow_
-from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.certified import certify_plan
 from stopdown.records import Conversion, Plan, Scaling, read_record
 from stopdown.scaling.folding.folds import fold_scaling
@@ -222,7 +222,7 @@ def test_what_a_file_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     save_file(arrange(module), path)
     source = resolve_source(path, config=tmp_path / "text_encoder")
     call = {"input_ids": torch.arange(1, 17)[None]}
-    plan, request = measure_plan(source, prompts=[call]), Request(arguments=call)
+    plan, request = measure_pipeline(source, prompts=[call]), Request(arguments=call)
     with pytest.raises(OptionError) as caught:
         convert(source, tmp_path / "out.safetensors", plan, request=request)
     message = str(caught.value)
@@ -238,7 +238,7 @@ def test_an_sdxl_becomes_one_file(tmp_path: Path) -> None:
     """Both encoders have their own layout; each component is what its folder would hold, row by row."""
     folder, output = tmp_path / "model", tmp_path / "out.safetensors"
     build("sdxl").save_pretrained(folder)
-    plan = measure_plan(str(folder), **measured("sdxl"))
+    plan = measure_pipeline(str(folder), **measured("sdxl"))
     convert_made("sdxl", folder, output, plan)
     with safe_open(output, "pt") as file:
         exponents = list_folds(json.loads(file.metadata()["stopdown.exponents"]))

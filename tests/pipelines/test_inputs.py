@@ -16,7 +16,7 @@ from stopdown.errors import OptionError
 from stopdown.frames.media import write_media
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.plans import call_recorder
-from stopdown.plans.calibrated import measure_plan
+from stopdown.plans.call_recorder import list_requests, record_calls
 from stopdown.testing import make_pipeline
 
 SMALL = Request(height=64, width=64, steps=2)
@@ -46,7 +46,9 @@ def make_controlled(kind: str) -> Any:
 
 
 @pytest.mark.thorough
-def test_a_plan_is_made_with_a_mask_that_is_given_or_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_recorded_with_a_mask_that_is_given_or_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each run gets the mask, the strength and further arguments; without them they are drawn."""
     pipe, seen = make_inpainting(), list[dict[str, Any]]()
 
@@ -55,11 +57,10 @@ def test_a_plan_is_made_with_a_mask_that_is_given_or_drawn(monkeypatch: pytest.M
         return seen[-1]
 
     monkeypatch.setattr(call_recorder, "build_arguments", note)
-    plan = measure_plan(pipe, prompts=["a"], request=SMALL)
-    assert {entry.precision for entry in plan.components} == {"fp16"}
+    record_calls(pipe, list_requests(pipe, ["a"], SMALL))
     mask = torch.ones(1, 1, 64, 64)
     own = {"mask_image": mask, "strength": 0.5}
-    measure_plan(pipe, prompts=["a"], request=dataclasses.replace(SMALL, arguments=own))
+    record_calls(pipe, list_requests(pipe, ["a"], dataclasses.replace(SMALL, arguments=own)))
     drawn, given = seen
     assert np.asarray(drawn["mask_image"]).mean() == pytest.approx(255 / 4, abs=1)
     assert "strength" not in drawn
@@ -68,30 +69,29 @@ def test_a_plan_is_made_with_a_mask_that_is_given_or_drawn(monkeypatch: pytest.M
 
 
 @pytest.mark.thorough
-def test_a_plan_is_made_of_calls() -> None:
+def test_arguments_are_recorded_as_a_prompt_is() -> None:
     """Arguments in place of a prompt are a run of its own: embeddings, other pictures."""
     pipe = make_controlled("StableDiffusionControlNetPipeline")
     picture = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     embeds = {name: torch.zeros(1, 77, 32) for name in ("prompt_embeds", "negative_prompt_embeds")}
     once = dataclasses.replace(SMALL, steps=1)
-    plan = measure_plan(pipe, prompts=[{"image": picture, **embeds}, {"prompt": "a"}], request=once)
-    entries = {entry.component: entry for entry in plan.components}
-    assert {entry.precision for entry in entries.values()} == {"fp16"}
-    assert entries["text_encoder"].calls == 2  # the second call alone: a prompt, and an empty one
-    assert entries["controlnet"].calls == 2
+    requests = list_requests(pipe, [{"image": picture, **embeds}, {"prompt": "a"}], once)
+    recorded = record_calls(pipe, requests)
+    assert len(recorded["text_encoder"]) == 2  # the second call alone: a prompt, and an empty one
+    assert len(recorded["controlnet"]) == 2
 
 
 def test_what_a_pipeline_lacks_is_one_message() -> None:
     """What no signature tells is told with the pipeline's own words and what it was not given."""
     pipe = make_controlled("StableDiffusionXLControlNetImg2ImgPipeline")
     with pytest.raises(OptionError) as caught:
-        measure_plan(pipe, prompts=["a"], request=Request(arguments={"control_image": 3}))
+        record_calls(pipe, list_requests(pipe, ["a"], Request(arguments={"control_image": 3})))
     message = str(caught.value)
     assert message.startswith(
         "StableDiffusionXLControlNetImg2ImgPipeline did not start: TypeError:"
     )
     with pytest.raises(OptionError, match="No `prompt` was given"):
-        measure_plan(pipe, prompts=[{"control_image": 3}])
+        record_calls(pipe, list_requests(pipe, [{"control_image": 3}], Request()))
 
 
 @pytest.mark.thorough

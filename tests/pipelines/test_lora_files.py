@@ -35,6 +35,7 @@ from diffusers import DiffusionPipeline
 from test_loras import call, list_steps
 
 from models.conversions import SIZES, SMALLEST
+from models.measured_plans import measure_pipeline
 from models.single_file_models import MODELS, draw
 from readers.single_file_readers import save_model
 from stopdown.checkpoints import lora_files
@@ -45,7 +46,7 @@ from stopdown.errors import OptionError
 from stopdown.fold_names import split_fold_name as split_fold
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.requests import Request
-from stopdown.plans.calibrated import describe_scaling, measure_plan
+from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.plan_files import read_class_versions, read_plan, seal_plan, write_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
@@ -512,7 +513,7 @@ def test_a_plan_of_a_single_file_does_what_its_converted_file_does(
     """Its exponents are those of a model's parameters; the LoRA takes them by the tensors of the file."""
     source = save_model("wan", tmp_path)
     call = draw(MODELS["wan"].call)
-    plan = measure_plan(source, prompts=[call])
+    plan = measure_pipeline(source, prompts=[call])
     convert(source, tmp_path / "out.safetensors", plan, request=Request(arguments=call))
     config = source.path.parent / "transformer"
     monkeypatch.setattr(lora_files, "resolve_source", lambda x: resolve_source(x, config=config))

@@ -11,7 +11,6 @@ import torch
 
 import stopdown
 from stopdown.comparison.matrix import _name_precisions, number_prompts
-from stopdown.pipelines.requests import list_prompts
 from stopdown.plans.plan_files import seal_plan, take_plan
 from stopdown.testing import make_pipeline
 
@@ -220,9 +219,6 @@ def test_a_dtype_is_a_precision_for_check(pipe: Any) -> None:
 def test_one_prompt_is_one_prompt() -> None:
     """A text is not taken for a list of its letters."""
     assert number_prompts("a red circle") == ([(1, "a red circle")], [])
-    assert list_prompts("make_plan", "a cat") == ["a cat"]
-    assert list_prompts("make_plan", {"prompt": "a cat"}) == [{"prompt": "a cat"}]
-    assert list_prompts("make_plan", ("a", "b")) == ["a", "b"]
 
 
 def test_a_plan_is_taken_as_itself_or_by_its_path(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from models.bare_plans import write_bare_plan
 from models.injected_faults import inject
+from models.measured_plans import measure_pipeline
 from models.pipeline_calls import call_pipeline, make_used_pipeline, quiet
 from models.snapshots import assert_untouched
 from stopdown import testing
@@ -21,7 +22,6 @@ from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.errors import OptionError, PlanError
 from stopdown.module_calls.module_code import list_foreign_code
 from stopdown.pipelines.requests import Request
-from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.plan_files import read_plan, seal_plan, write_plan
 from stopdown.records import Plan, Scaling
 from stopdown.runtime.guard import guard
@@ -41,7 +41,7 @@ def make_pipeline() -> Any:
 def plan_pipeline() -> Plan:
     """A plan of that pipeline, made before anything overflows."""
     request = Request(height=32, width=32, steps=1)
-    return measure_plan(make_pipeline(), prompts=["a"], request=request)
+    return measure_pipeline(make_pipeline(), prompts=["a"], request=request)
 
 
 def measure_error(pixels: Any, reference: Any) -> float:
@@ -224,7 +224,7 @@ def test_a_repaired_run_is_as_near_to_fp32_as_a_planned_one() -> None:
     """What a guard finds in one failing call is about as good as a plan from many calls."""
     wide = testing.make_pipeline(NAME, overflow="transformer")
     reference = call_pipeline(wide, NAME)
-    plan = measure_plan(wide, prompts=["a"], request=Request(height=32, width=32, steps=2))
+    plan = measure_pipeline(wide, prompts=["a"], request=Request(height=32, width=32, steps=2))
     with guard(wide, plan) as planned:
         error = measure_error(call_pipeline(wide, NAME), reference)
     assert planned.repairs == ()

@@ -13,13 +13,14 @@ import PIL.Image
 import pytest
 import torch
 
+from models.measured_plans import measure_pipeline
 from models.signature_cases import measure_error
 from models.snapshots import assert_untouched
 from stopdown.errors import NonFiniteError, PlanError
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.applier import apply_plan
-from stopdown.plans.calibrated import list_requests, measure_plan
+from stopdown.plans.call_recorder import list_requests
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import Plan, from_json, to_json
 from stopdown.runtime.guard import guard
@@ -73,7 +74,7 @@ def plan_of() -> Callable[[str], tuple[Any, Plan]]:
             pipe = build(name)
             with assert_untouched(pipe):
                 request = Request(**SIZES[name], steps=2)
-                plan = measure_plan(pipe, prompts=["a red train"], request=request)
+                plan = measure_pipeline(pipe, prompts=["a red train"], request=request)
             made[name] = pipe, plan
         return made[name]
 
@@ -147,7 +148,7 @@ def test_a_plan_for_a_size_whose_positions_are_computed_is_right_at_every_size(n
     frames = {} if takes_video else {"frames": 9 if name == "cogvideox" else 17}
     height = 32 if name == "cogvideox-image" else 16
     wanted = Request(height=height, width=32, steps=2, **frames)
-    plan = measure_plan(pipe, prompts=["a red train"], request=wanted)
+    plan = measure_pipeline(pipe, prompts=["a red train"], request=wanted)
     entry = next(x for x in plan.components if x.component == "transformer")
     assert (entry.precision, entry.in_force.fp32_modules) == ("fp16", ())
     assert (entry.in_force.headroom_bits or 0) >= 1  # for longer videos than the plan's
@@ -237,7 +238,7 @@ def test_components_that_cannot_be_scaled_fall_back_with_the_reason() -> None:
 
     pipe.transformer.__class__ = Leaving
     pipe.vae.encoder.conv_in.bias.data[0] = float("nan")
-    plan = measure_plan(pipe, prompts=["a ball"], request=Request(steps=1))
+    plan = measure_pipeline(pipe, prompts=["a ball"], request=Request(steps=1))
     planned = {entry.component: entry for entry in plan.components}
     assert {name: entry.precision for name, entry in planned.items()} == {
         "text_encoder": "fp16",
@@ -313,7 +314,9 @@ def _generate(source: Path, clip: Path, precision: str) -> None:
 def test_a_plan_keeps_residual_streams_in_fp32() -> None:
     """It says so, survives its file, is exact in fp32, finite and nearer in fp16, and comes off."""
     pipe = build("cogview3plus")
-    plan = measure_plan(pipe, prompts=["a red train"], residual="fp32", request=Request(steps=1))
+    plan = measure_pipeline(
+        pipe, prompts=["a red train"], residual="fp32", request=Request(steps=1)
+    )
     assert from_json(to_json(plan), Plan) == plan
     entry = next(x for x in plan.components if x.component == "transformer")
     assert entry.in_force.stream is not None

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from models.measured_plans import plan_component
 from stopdown.checkpoints import file_exponents
 from stopdown.devices import environment
 from stopdown.devices.device_choice import Device
@@ -20,7 +21,6 @@ from stopdown.devices.format_support import Support
 from stopdown.errors import OptionError, PlanError
 from stopdown.module_calls.call import ComponentCall
 from stopdown.module_calls.callee import Callee
-from stopdown.pipelines.requests import Request
 from stopdown.plans import applier, calibrated, exponents, plan_choice, planned_loader
 from stopdown.plans import plan_files as files
 from stopdown.plans.call_recorder import MOST_CALLS, _thin_out
@@ -137,8 +137,6 @@ def test_only_fp16_needs_a_plan() -> None:
         parse_fp16("bf16", "A plan")
     with pytest.raises(OptionError, match="Only fp16 needs one"):
         parse_fp16("vae.encode=fp32", "A plan")
-    with pytest.raises(OptionError, match="steps=0 is less than 1"):
-        calibrated.measure_plan("nowhere", request=Request(steps=0))
 
 
 def test_a_component_of_a_plan_can_be_left_in_another_precision() -> None:
@@ -322,23 +320,19 @@ def test_few_calls_of_many_are_kept() -> None:
     assert _thin_out(calls[:5]) == calls[:5]
 
 
-def test_a_pipeline_in_memory_is_described_by_its_class() -> None:
-    """No fingerprint of files, the formats of its weights counted in bytes."""
+def test_a_program_in_memory_is_described_by_its_class() -> None:
+    """No fingerprint of files; its weights are as they were after the measurement."""
     module = nn.Linear(4, 4).bfloat16()
-    pipe = SimpleNamespace(components={"transformer": module}, device=torch.device("cpu"))
-    opened = calibrated._open(pipe, None, ("native", "measured", None))
-    assert (opened.name, opened.fingerprint) == ("SimpleNamespace", "")
-    assert opened.stored == {"transformer": {"bf16": 40}}
+    plan = calibrated.measure_plan(module, lambda: module(torch.ones(1, 4)))
+    assert (plan.source, plan.fingerprint) == ("Linear", "")
+    assert module.weight.dtype == torch.bfloat16
 
 
 def _plan_linear(module: nn.Module) -> ComponentPlan:
     """The entry of a component that one call was recorded of."""
     callee = Callee("transformer", module, "forward", "denoise")
     call = ComponentCall(callee, (torch.ones(1, 2),), {})
-    opened: Any = SimpleNamespace(
-        stored={"transformer": {"fp32": 8}}, device=None, residual="native", ranges="measured"
-    )
-    return calibrated._plan_component(opened, "transformer", module, [call])
+    return plan_component("transformer", module, [call])
 
 
 def test_a_quantised_component_is_left_alone_and_named() -> None:
@@ -396,10 +390,7 @@ def test_a_made_up_encode_that_fails_is_left_out() -> None:
         for x in ("encode", "decode")
     ]
     assert exponents.leave_out_failing(module, calls) == calls[1:]
-    opened: Any = SimpleNamespace(
-        stored={"vae": {"fp32": 8}}, device=None, residual="native", ranges="measured"
-    )
-    entry = calibrated._plan_component(opened, "vae", module, calls)
+    entry = plan_component("vae", module, calls)
     assert entry.precision == "fp16"
     assert any("Encoding was not measured: " in x and "without tiling" in x for x in entry.reasons)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.measured_plans import measure_pipeline
 from models.single_file_models import (
     MODELS,
     STEP,
@@ -28,7 +29,6 @@ from stopdown.checkpoints.convert import convert
 from stopdown.component_calls.components import find_components
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
-from stopdown.plans.calibrated import measure_plan
 from stopdown.sources.single_file_names import arrange, find_whole
 from stopdown.sources.source import Source
 from stopdown.sources.sources import resolve_source
@@ -84,7 +84,7 @@ def convert_model(name: str, folder: Path) -> tuple[Path, Path]:
     """The file of a model, and what it became by a plan from one call."""
     source, call = save_model(name, folder), draw(find_model(name).call)
     arguments: Mapping[str, Any] = {"vae.decode": call} if "vae" in name else call
-    plan = measure_plan(source, prompts=[arguments])
+    plan = measure_pipeline(source, prompts=[arguments])
     output = folder / f"{name}-fp16.safetensors"
     convert(source, output, plan, request=Request(arguments=arguments))
     return source.path, output
@@ -148,7 +148,7 @@ def measure_checkpoint(root: str, folder: Path) -> dict[str, float]:
     """Errors of a whole Stable Diffusion, from a Diffusers folder to one file, read by ComfyUI."""
     build_pipeline().save_pretrained(folder / "model")
     request = Request(height=32, width=32, steps=2)
-    plan = measure_plan(str(folder / "model"), prompts=["a ball"], request=request)
+    plan = measure_pipeline(str(folder / "model"), prompts=["a ball"], request=request)
     before, after = folder / "before.safetensors", folder / "after.safetensors"
     convert(folder / "model", after, plan, request=request)
     pipe = load_pipeline(resolve_source(folder / "model"), torch_dtypes=torch.bfloat16)
@@ -228,7 +228,7 @@ def convert_svd(folder: Path) -> tuple[Path, Path]:
     """
     build_svd().save_pretrained(folder / "model")
     request = Request(height=32, width=32, frames=3, steps=2)
-    plan = measure_plan(str(folder / "model"), prompts=[""], request=request)
+    plan = measure_pipeline(str(folder / "model"), prompts=[""], request=request)
     before, after = folder / "before.safetensors", folder / "after.safetensors"
     convert(folder / "model", after, plan, request=request)
     pipe = load_pipeline(resolve_source(folder / "model"), torch_dtypes=torch.float32)

@@ -75,8 +75,13 @@ from stopdown.pipelines.single_files import (
     write_single_file,
 )
 from stopdown.plans.applier import apply_plan, check_source
-from stopdown.plans.calibrated import STEPS, list_requests
-from stopdown.plans.call_recorder import play_calls, record_calls, record_run
+from stopdown.plans.call_recorder import (
+    STEPS,
+    list_requests,
+    play_calls,
+    record_calls,
+    record_run,
+)
 from stopdown.plans.dry_calls import draw_calls, shrink_run
 from stopdown.plans.exponents import describe_unscaled
 from stopdown.plans.plan_files import carry_plan, take_plan

@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -233,23 +233,6 @@ def check_request(function: str, given: Request | None) -> Request | None:
         )
     check_values(vars(given))
     return given
-
-
-def list_prompts(function: str, given: Any) -> list[str | Mapping[str, Any]]:
-    """Return the `prompts` argument of a public function as a list; one text or mapping is one prompt.
-
-    Args:
-        function: name of the function, for the error message.
-        given: texts, or mappings with arguments of the pipeline's call.
-    """
-    expected = "A prompt is a text, or a table of arguments of the pipeline's call."
-    remedy = f'Use {function}(..., prompts=["a red circle"]).'
-    if isinstance(given, (str, Mapping)):
-        return [given]
-    check_type(f"{function}(prompts=...)", given, (Sequence, Set), expected, remedy)
-    for one in given:
-        check_type(f"{function}(prompts=[...])", one, (str, Mapping), expected, remedy)
-    return list(given)
 
 
 def name_pipeline_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:

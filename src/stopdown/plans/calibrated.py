@@ -1,22 +1,19 @@
-"""`measure_plan`: how each component of a checkpoint can run in fp16, found by running it in fp32.
+"""`measure_plan`: how each component of a program can run in fp16, found by running it in fp32.
 
-The pipeline runs on a few prompts in fp32; the arguments of every component's calls are kept
-(`call_recorder`), and exponents are found for one component after the other (`exponents`). What cannot
-be captured or scaled falls back to bf16 where that is native, else fp32, with the reason.
+The program runs once; the arguments of its components' calls are kept (`call_recorder`), and exponents
+are found for one component after the other (`exponents`). What cannot be captured or scaled falls back
+to bf16 where that is native, else fp32, with the reason.
 
-Not covered: larger values under other prompts, sizes and steps: the plan is calibrated, not certified,
-and a run under it is watched.
+Not covered: larger values in other calls. The plan is calibrated, not certified, and a run under it is
+watched. Pipelines and checkpoints get certified plans (`certified`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,34 +25,13 @@ from stopdown.component_calls.components import (
     find_components,
     find_device,
     read_precisions,
-    runs_by_call,
 )
-from stopdown.devices.device_choice import Device, choose_device, name_device
+from stopdown.devices.device_choice import Device, choose_device
 from stopdown.devices.format_support import probe_formats
-from stopdown.errors import OptionError
 from stopdown.interception.patches import Patches
-from stopdown.memory.smaller_requests import choose_size
 from stopdown.module_calls.module_code import list_foreign_code
 from stopdown.number_formats import FP16, format_figure, name_dtype
-from stopdown.pipelines.class_selection import select_class
-from stopdown.pipelines.drawn_inputs import draw_inputs
-from stopdown.pipelines.loader import (
-    complete_source,
-    load_program,
-    move_program,
-)
-from stopdown.pipelines.requests import (
-    Request,
-    build_arguments,
-    check_request,
-    list_needed_fields,
-    list_prompts,
-)
 from stopdown.plans.call_recorder import (
-    PROMPTS,
-    list_part_calls,
-    play_calls,
-    record_calls,
     record_run,
 )
 from stopdown.plans.exponents import describe_unscaled, scale_component
@@ -65,103 +41,52 @@ from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling import ComponentCall, cast_, read_headroom
 from stopdown.scaling_records import describe_trial
-from stopdown.sources.hub import Progress
-from stopdown.sources.source import Source
-from stopdown.sources.source_checks import verify_source
-from stopdown.sources.sources import fingerprint, read_stored_dtypes, resolve_source
 from stopdown.weight_checks import find_quantised
-
-STEPS = 4
-"""Denoising steps of a measured run, where a request names none."""
-
-
-@dataclass(frozen=True)
-class _Subject:
-    """What is to be measured, and how: `residual` and `ranges` are as of `make_plan`.
-
-    `pipe` is the program, `None` for a checkpoint whose components come one by one.
-    """
-
-    pipe: Any
-    name: str
-    pipeline: str
-    fingerprint: str
-    stored: Mapping[str, Mapping[str, int]]
-    device: Device
-    residual: str
-    ranges: str
-    progress: Progress | None
 
 
 def measure_plan(
-    pipe_or_source: Any,
+    program: Any,
+    run: Callable[[], Any],
     *,
-    prompts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = (),
     residual: str | None = None,
     ranges: str | None = None,
-    request: Request | None = None,
-    device: str | torch.device | None = None,
-    progress: Progress | None = None,
-    run: Callable[[], Any] | None = None,
 ) -> Plan:
-    """Find how each component of a checkpoint runs in fp16, by running it in fp32.
+    """Find how each component that a run calls can run in fp16, by running it in fp32.
 
     Args:
-        prompts: what to measure, one run each: a text or several, or arguments of the pipeline's call.
-        residual: as of `make_plan`; `native` is the default for a program that is no pipeline.
+        program: as `guard` takes it; its weights are cast to fp32 for the measurement, and back.
+        run: runs the program once.
+        residual: as of `make_plan`, but `native` by default: whoever calls a module may look at the
+            dtypes of its parameters and outputs.
         ranges: `measured`, or bounds besides: `auto` where they cost nothing, `bound` wherever it can.
-        request: sizes, steps, guidance and further arguments of the runs.
-        device: where a source is measured.
-        run: runs a program that is no pipeline once.
 
     Each component's exponents are tried before they are believed: bit for bit the same in fp32, and run
     once in fp16 as planned. The next strategy is taken if that fails: without an fp32 residual stream,
-    as far as hooks show that fp16 does, bf16 or fp32; `reasons` say why, and `trial` how near it was. The
-    first, middle and last of `STEPS` steps are measured, unless the request names others. If no size is
-    asked for, the configs' own is taken if the default is far beyond it, and a smaller one if a run in
-    fp32 would not fit into memory.
+    as far as hooks show that fp16 does, bf16 or fp32; `reasons` say why, and `trial` how near it was.
 
-    Cost: one run in fp32 for each prompt, and for each component captures of seconds and about as
-    many forwards again as were kept.
+    Raises:
+        OptionError: the run calls no module of the program.
+
+    Cost: the run in fp32, and for each component captures of seconds and about as many forwards again as
+    calls were kept.
     """
     started = time.perf_counter()
     check_residual(residual)
-    how = (residual or "fp32", check_ranges(ranges), progress)
-    given = check_request("make_plan", request) or Request()
-    prompts, device = list_prompts("make_plan", prompts), name_device("make_plan", device)
-    steps = STEPS if given.steps is None else given.steps
-    if steps < 1:
-        raise OptionError(f"steps={steps} is less than 1.", remedy="Use steps=1 or more.")
-    given = dataclasses.replace(given, steps=steps)
-    requests: list[Request] = []
-    target = pipe_or_source
-    if isinstance(target, (str, Path, Source)):
-        source = target
-        if not isinstance(source, Source):
-            source = resolve_source(source)
-            verify_source(source)
-        target = select_class(complete_source(source), given)
-    opened = _open(target, device, how)
-    if runs_by_call(opened.pipe):
-        requests = list_requests(opened.pipe, prompts, given)
-        requests, resized = _fit_size(opened.pipe, opened.device, requests)
-        components = _plan_pipeline(opened, requests, resized)
-    else:  # whoever calls a module may look at the dtype of its parameters and outputs
-        opened = dataclasses.replace(opened, residual=residual or "native")
-        components = _plan_program(opened, run or _play(opened, prompts))
-    return _seal_measured(opened, requests, components, steps, started)
-
-
-def _seal_measured(
-    opened: _Subject,
-    requests: Sequence[Request],
-    components: tuple[ComponentPlan, ...],
-    steps: int,
-    started: float,
-) -> Plan:
-    known = opened.name, opened.fingerprint, opened.pipeline
-    prompts = tuple(r.prompt for r in requests if r.prompt is not None)
-    return seal_made(known, components, started, opened.device, prompts=prompts, steps=steps)
+    device, name = choose_device(find_device(program)), type(program).__name__
+    stored = {name: _count_bytes(module) for name, module in find_components(program).items()}
+    with Patches() as patches:
+        _widen(program, patches)
+        recorded = {name: calls for name, calls in record_run(program, run).items() if calls}
+        found = {name: find_component(program, name) for name in recorded}
+        modules = {name: module for name, module in found.items() if module is not None}
+        if not modules:
+            raise explain_run(f"The run called no module of the {name}.", "make_plan")
+        how = residual or "native", check_ranges(ranges)
+        made = [
+            _plan_component(name, module, recorded[name], how, stored, device)
+            for name, module in modules.items()
+        ]
+    return seal_made((name, "", name), made, started, device)
 
 
 def seal_made(
@@ -184,74 +109,6 @@ def seal_made(
     return seal_plan(made)
 
 
-def _choose_room(device: Device, needed_bytes: float) -> Device:
-    """Return the device if it has room for these bytes, else the CPU."""
-    has_room = device.type == "cpu" or needed_bytes <= device.memory_bytes
-    return device if has_room else choose_device("cpu")
-
-
-def _plan_pipeline(
-    opened: _Subject, requests: Sequence[Request], resized: str
-) -> tuple[ComponentPlan, ...]:
-    """Run the requests in fp32, record the calls of each component, and plan every component from them."""
-    with Patches() as patches:
-        _widen(opened.pipe, patches)
-        recorded = record_calls(opened.pipe, requests, opened.progress)
-        planned = _plan_components(opened, find_components(opened.pipe), recorded)
-    runs = len(requests)
-    components = [dataclasses.replace(x, prompts=runs if x.calls else 0) for x in planned]
-    if resized:
-        components = [_add_reason(entry, recorded, resized) for entry in components]
-    return tuple(components)
-
-
-def _plan_program(opened: _Subject, run: Callable[[], Any] | None) -> tuple[ComponentPlan, ...]:
-    """Plan the components that a run of a program calls; the program is no pipeline."""
-    if run is None:
-        raise explain_run(
-            f"A {opened.name} is not a pipeline, so it is not known how to run it.", "make_plan"
-        )
-    with Patches() as patches:
-        _widen(opened.pipe, patches)
-        recorded = {name: calls for name, calls in record_run(opened.pipe, run).items() if calls}
-        found = {name: find_component(opened.pipe, name) for name in recorded}
-        modules = {name: module for name, module in found.items() if module is not None}
-        if not modules:
-            raise explain_run(f"The run called no module of the {opened.name}.", "make_plan")
-        return _plan_components(opened, modules, recorded)
-
-
-def _play(opened: _Subject, given: Sequence[str | Mapping[str, Any]]) -> Callable[[], None] | None:
-    """Return a function that makes the given calls of a file's components; None if this is no file."""
-    if not opened.fingerprint:
-        return None
-    if not given:
-        held = " and ".join(list_part_calls(opened.pipe))
-        raise OptionError(
-            f"The file {opened.name} holds only {held}, not a whole pipeline.",
-            expected="To measure values, Stopdown needs recorded calls of it.",
-            remedy="Compute bounds from the weights: make_plan(FILE). Or give the arguments of a call.",
-        )
-    return functools.partial(play_calls, opened.pipe, given)
-
-
-def _open(given: Any, device: str | None, how: tuple[str, str, Progress | None]) -> _Subject:
-    if not isinstance(given, Source):
-        stored = {name: _count_bytes(module) for name, module in find_components(given).items()}
-        where = choose_device(find_device(given))
-        name = type(given).__name__
-        return _Subject(given, name, name, "", stored, where, *how)
-    source = given
-    stored = {name: dict(counts) for name, counts in read_stored_dtypes(source).items()}
-    pipe = load_program(source, torch_dtypes=torch.float32, progress=how[-1])
-    where = choose_device(device or "auto")
-    if device is None:  # the best one that holds the pipeline in fp32 with half to spare
-        parts = find_components(pipe).values()
-        where = _choose_room(where, 1.5 * sum(sum(_count_bytes(m).values()) for m in parts))
-    known = source.name, type(pipe).__name__, fingerprint(source)
-    return _Subject(move_program(pipe, where), *known, stored, where, *how)
-
-
 def _count_bytes(module: torch.nn.Module) -> dict[str, int]:
     counts: dict[str, int] = {}
     for tensor in module.parameters():
@@ -260,97 +117,32 @@ def _count_bytes(module: torch.nn.Module) -> dict[str, int]:
     return counts
 
 
-def list_requests(
-    pipe: Any,
-    prompts: Sequence[str | Mapping[str, Any]],
-    given: Request,
-) -> list[Request]:
-    """Return one request for each prompt, with a drawn picture, mask or video if one is needed."""
-    needed = list_needed_fields(type(pipe))
-    base = draw_inputs(pipe, given)
-    has_prompt = "prompt" in needed and not given.arguments.keys() & {"prompt", "prompt_embeds"}
-    if not has_prompt and all(isinstance(one, str) for one in prompts):
-        return [dataclasses.replace(base, prompt=None)]
-    named = [given.prompt] if given.prompt else []
-    return [
-        dataclasses.replace(base, prompt=one, seed=given.seed + number)
-        if isinstance(one, str)
-        else dataclasses.replace(
-            base, seed=given.seed + number, arguments={**given.arguments, **one}
-        )
-        for number, one in enumerate(prompts or (*named, *PROMPTS))
-    ]
-
-
-def _fit_size(
-    pipe: Any, where: Device, requests: list[Request], *, has_weights: bool = True
-) -> tuple[list[Request], str]:
-    """Set the requests' sizes to suit the model and fit into memory, except for requested ones."""
-    sizes, why = choose_size(
-        pipe,
-        build_arguments(pipe, requests[0], chooses_sides=False),
-        memory_bytes=where.memory_bytes,
-        on_cpu=where.type == "cpu",
-        has_weights=has_weights,
-    )
-    return [dataclasses.replace(x, arguments={**sizes, **x.arguments}) for x in requests], why
-
-
-def _add_reason(
-    entry: ComponentPlan, recorded: Mapping[str, Sequence[ComponentCall]], why: str
-) -> ComponentPlan:
-    """Add the reason for the measured size to the entry of a denoiser."""
-    if any(call.callee.stage == "denoise" for call in recorded.get(entry.component, ())):
-        return dataclasses.replace(entry, reasons=(*entry.reasons, why))
-    return entry
-
-
 def _widen(pipe: Any, patches: Patches) -> None:
-    """Cast weights to fp32 unless they are quantised; set evaluation mode, without a progress bar."""
-    if runs_by_call(pipe):
-        bar = {**getattr(pipe, "_progress_bar_config", {}), "disable": True}
-        patches.set_attribute(pipe, "_progress_bar_config", bar)
+    """Cast weights to fp32 unless they are quantised; set evaluation mode."""
     for module in find_components(pipe).values():
         if not find_quantised(module) and set(read_precisions(module)) - {torch.float32}:
             patches.defer(cast_(module, torch.float32).undo)
 
 
-def _plan_components(
-    opened: _Subject,
-    modules: Mapping[str, torch.nn.Module],
-    recorded: Mapping[str, Sequence[ComponentCall]],
-) -> tuple[ComponentPlan, ...]:
-    planned = []
-    for number, (name, module) in enumerate(modules.items()):
-        if opened.progress is not None:
-            opened.progress("measure", name, number, len(modules))
-        planned.append(_plan_component(opened, name, module, recorded.get(name, ())))
-    return tuple(planned)
-
-
 def _plan_component(
-    opened: _Subject,
     name: str,
     module: torch.nn.Module,
     calls: Sequence[ComponentCall],
-    *,
-    verify: bool = True,
+    how: tuple[str, str],
+    stored: Mapping[str, Mapping[str, int]],
+    device: Device,
 ) -> ComponentPlan:
+    """Return the component's entry; `how` is as `residual` and `ranges` of `measure_plan`."""
     weights, code = sample_weights(module), list_foreign_code(module)
     bare = ComponentPlan(name, type(module).__name__, weights, "fp32", code=code)
     if method := find_quantised(module):
         why = f"Its weights are quantised ({method}); they are left alone."
         return dataclasses.replace(bare, precision="as loaded", reasons=(why,))
-    if not any(not call.made_up for call in calls):
-        why = "The pipeline did not call it while it was measured."
-        return fall_back(bare, opened.stored, why, opened.device, _REFERENCE)
     try:
-        scaling, notes = scale_component(
-            module, calls, opened.residual, opened.ranges, verify=verify
-        )
+        scaling, notes = scale_component(module, calls, *how)
     except Exception as error:  # whatever a model's code does: it falls back, and the plan says why
         why = describe_unscaled(error)
-        return fall_back(bare, opened.stored, why, opened.device, _REFERENCE)
+        return fall_back(bare, stored, why, device, _REFERENCE)
     return describe_scaling(bare, scaling, FP16.name, len(calls), notes)
 
 

@@ -11,6 +11,7 @@ Not covered: other prompts, sizes and numbers of steps than those that were run.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,13 +26,23 @@ from stopdown.errors import OptionError, StopdownError, take_first_line
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.callee import Callee
 from stopdown.numerics import iterate_tensors
-from stopdown.pipelines.requests import PROMPTS, Request, build_arguments, explain_pipeline_error
+from stopdown.pipelines.drawn_inputs import draw_inputs
+from stopdown.pipelines.requests import (
+    PROMPTS,
+    Request,
+    build_arguments,
+    explain_pipeline_error,
+    list_needed_fields,
+)
 from stopdown.scaling import ComponentCall, Rank, intercept, put_cast
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_truncation
 
 MOST_CALLS = 24
 """Calls of one component call that are kept, spread over the prompts."""
+
+STEPS = 4
+"""Denoising steps of a recorded run, if a request names none."""
 
 MOST_FRAMES = 9
 """Frames of a decoded video that are encoded again."""
@@ -73,6 +84,28 @@ class _Recorder:
             if found is not None:
                 self.decoded[callee.component_name] = found.detach().cpu()
         return output
+
+
+def list_requests(
+    pipe: Any,
+    prompts: Sequence[str | Mapping[str, Any]],
+    given: Request,
+) -> list[Request]:
+    """Return one request for each prompt, with a drawn picture, mask or video if one is needed."""
+    needed = list_needed_fields(type(pipe))
+    base = draw_inputs(pipe, given)
+    has_prompt = "prompt" in needed and not given.arguments.keys() & {"prompt", "prompt_embeds"}
+    if not has_prompt and all(isinstance(one, str) for one in prompts):
+        return [dataclasses.replace(base, prompt=None)]
+    named = [given.prompt] if given.prompt else []
+    return [
+        dataclasses.replace(base, prompt=one, seed=given.seed + number)
+        if isinstance(one, str)
+        else dataclasses.replace(
+            base, seed=given.seed + number, arguments={**given.arguments, **one}
+        )
+        for number, one in enumerate(prompts or (*named, *PROMPTS))
+    ]
 
 
 def record_calls(

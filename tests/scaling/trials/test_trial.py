@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -267,17 +266,14 @@ def test_a_call_too_large_for_a_processor_is_not_run_and_said(
 
 def test_a_plan_falls_back_and_says_why() -> None:
     """Nothing runs in fp16: the component's entry names the fault, and is not fp16."""
+    from models.measured_plans import plan_component
     from stopdown.module_calls.call import ComponentCall
     from stopdown.module_calls.callee import Callee
-    from stopdown.plans import calibrated
 
     def plan(change: Change) -> ComponentPlan:
         module, x = make(Changing, change)
         call = ComponentCall(Callee("transformer", module, "forward", "denoise"), (x,), {})
-        opened: Any = SimpleNamespace(
-            stored={"transformer": {"fp32": 8}}, device=None, residual="native", ranges="measured"
-        )
-        return calibrated._plan_component(opened, "transformer", module, [call])
+        return plan_component("transformer", module, [call])
 
     bad, good = plan(fail), plan(lambda x: x)
     assert (bad.precision, bad.in_force.exponents, bad.in_force.trial) == ("fp32", {}, None)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from models.measured_plans import measure_pipeline
 from models.rescaling_models import WAYS, cast_tree, make_example, scale_weights
 from models.signature_cases import add_ip_adapter, call, make_case, measure_error
 from models.snapshots import assert_untouched
@@ -1061,7 +1062,7 @@ def test_a_forecast_leaves_the_weights_of_other_signatures(monkeypatch: pytest.M
     monkeypatch.setattr(known_calls, "find_call_ends", lambda *args: None)
     pipe = make_pipeline("sd", overflow="unet")
     given: dict[str, Any] = {"prompt": "a cat", "num_inference_steps": 1}
-    plan = measure_plan(pipe, prompts=[given])
+    plan = measure_pipeline(pipe, prompts=[given])
     with apply_plan(pipe, plan):
         before = {name: x.clone() for name, x in pipe.unet.named_parameters()}
         scaled = {**given, "cross_attention_kwargs": {"scale": 0.5}}
