@@ -144,8 +144,6 @@ PLAN = Plan(
             reasons=("A reason.",),
         ),
     ),
-    prompts=("a ball",),
-    steps=4,
     device="cpu",
     elapsed_s=1.5,
 )

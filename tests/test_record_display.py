@@ -31,9 +31,7 @@ def make_plan(components: int, exponents: int) -> Plan:
     scaling = Scaling(exponents={f"blocks.{i}.ff.net.2.weight": -i for i in range(exponents)})
     entry = ComponentPlan("transformer", "Model", "0" * 64, "fp16", scaling, reasons=(LONG,) * 9)
     versions = {"torch": "2.13.0"}
-    return Plan(
-        "shapes", "0" * 64, "P", "fp16", versions, (entry,) * components, (LONG,), 2, "cpu", 1.0
-    )
+    return Plan("shapes", "0" * 64, "P", "fp16", versions, (entry,) * components, "cpu", 1.0)
 
 
 @pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)

@@ -290,7 +290,7 @@ def test_a_plan_that_cannot_be_kept_costs_the_run_nothing(
     said: list[str] = []
     (here / "file").touch()
     monkeypatch.setenv("STOPDOWN_CACHE", str(here / "file" / "cache"))
-    plan = Plan("shapes", "ab", "Tiny", "fp16", {}, (), (), 1, "cpu", 0.0)
+    plan = Plan("shapes", "ab", "Tiny", "fp16", {}, (), "cpu", 0.0)
     assert keep_updated(plan, None, False, said.append) is None
     assert said == [
         "The repair only lasts for this run, and was not kept. The output "
@@ -314,7 +314,7 @@ def test_a_plan_replaces_only_a_plan(run: Any, here: Path, monkeypatch: pytest.M
     from stopdown.plans.plan_files import read_plan, seal_plan
     from stopdown.records import Plan
 
-    made = seal_plan(Plan("shapes", "", "Tiny", "fp16", {}, (), (), 1, "cpu", 0.0))
+    made = seal_plan(Plan("shapes", "", "Tiny", "fp16", {}, (), "cpu", 0.0))
     monkeypatch.setattr(certified, "certify_plan", lambda *given, **named: made)
     (here / "data.json").write_text("{}")
     code, _, err = run("plan", "shapes", "-o", "data.json")

@@ -119,7 +119,7 @@ def make_row(
     def build(folder: Path) -> list[str]:
         damage(copy_tiny(folder, model))
         if command == "convert":
-            empty = Plan("model", "", "CogVideoXPipeline", "fp16", {}, (), (), 1, "cpu", 0.0)
+            empty = Plan("model", "", "CogVideoXPipeline", "fp16", {}, (), "cpu", 0.0)
             write_plan(seal_plan(empty), folder / "PLAN")
         return [place(word, folder) for word in COMMANDS[command]]
 

@@ -77,8 +77,8 @@ EDITS: Mapping[str, tuple[Edit, str]] = {
     ),
     "share": (put("fp32_flops", 1.5), TRANSFORMER + "1.5 of its work in fp32"),
     "headroom": (put("headroom_bits", -1e300), TRANSFORMER + "-1e+300 bits of headroom"),
-    "counts": (put("bounded", 3), TRANSFORMER + "the counts 0, 3, 0, 0"),
-    "negative count": (put("calls", -1), TRANSFORMER + "the counts 0, 0, -1, 0"),
+    "counts": (put("bounded", 3), TRANSFORMER + "the counts 0, 3, 0"),
+    "negative count": (put("calls", -1), TRANSFORMER + "the counts 0, 0, -1"),
     "size": (
         put("sizes", {"forward.x": [[-1]]}),
         TRANSFORMER + "a size of 'forward.x' that no tensor has",
@@ -86,8 +86,7 @@ EDITS: Mapping[str, tuple[Edit, str]] = {
     "limit": (put("limits", {"forward.x": -1.0}), TRANSFORMER + "the limit -1.0 of 'forward.x'"),
     "component": (put("component", "__class__.a"), "'__class__.a' with a name that is no"),
     "twice": (twice, "the component 'transformer' twice"),
-    "steps": (put_outside("steps", -1), "-1 steps in 0 s"),
-    "time": (put_outside("elapsed_s", -1.0), "1 steps in -1 s"),
+    "time": (put_outside("elapsed_s", -1.0), "a time of -1 s"),
 }
 """What is changed in a plan, and what is said of it."""
 
@@ -104,7 +103,7 @@ def write_edited(path: Path, edit: Edit) -> None:
         "transformer", "CogVideoXTransformer3DModel", "0" * 64, "fp16", scaling=Scaling()
     )
     plan = Plan(
-        "model", "", "CogVideoXPipeline", "fp16", read_class_versions(), (entry,), (), 1, "cpu", 0.0
+        "model", "", "CogVideoXPipeline", "fp16", read_class_versions(), (entry,), "cpu", 0.0
     )
     content = json.loads(to_json(seal_plan(plan)))
     edit(content)

@@ -121,7 +121,7 @@ def save_sd() -> Path:
     )
     mark = fingerprint(resolve_source(_save_tiny("sd")))
     versions = read_class_versions()
-    plan = Plan("sd", mark, type(pipe).__name__, "fp16", versions, entries, (), 1, "cpu", 0.0)
+    plan = Plan("sd", mark, type(pipe).__name__, "fp16", versions, entries, "cpu", 0.0)
     write_plan(seal_plan(plan), folder / "sd.json")
     return folder
 

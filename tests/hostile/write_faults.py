@@ -86,7 +86,7 @@ def make_plan(source: str = "shapes") -> Any:
     from stopdown.plans.plan_files import seal_plan
     from stopdown.records import Plan
 
-    return seal_plan(Plan(source, "", "Tiny", "fp16", {}, (), (), 1, "cpu", 0.0))
+    return seal_plan(Plan(source, "", "Tiny", "fp16", {}, (), "cpu", 0.0))
 
 
 def _send_signal(name: str) -> None:

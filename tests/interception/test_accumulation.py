@@ -224,7 +224,7 @@ def make_plan(pipe: Any, component: str, accumulation: Accumulation) -> Plan:
         for name, module in find_components(pipe).items()
     )
     kind = type(pipe).__name__
-    return Plan("made here", "", kind, "fp16", read_class_versions(), entries, (), 1, "cpu", 0.0)
+    return Plan("made here", "", kind, "fp16", read_class_versions(), entries, "cpu", 0.0)
 
 
 @pytest.mark.thorough

@@ -170,5 +170,5 @@ def _make_variant(name: str) -> Variant:
     if name != "fp16":
         return variant
     entry = ComponentPlan("transformer", "Drawn", "", "fp16", Scaling({"block.0.weight": -3}))
-    plan = Plan("drawn", "", "DrawnPipeline", "fp16", {}, (entry,), (), 1, "cpu", 0.1)
+    plan = Plan("drawn", "", "DrawnPipeline", "fp16", {}, (entry,), "cpu", 0.1)
     return dataclasses.replace(variant, plan=plan)

@@ -112,7 +112,7 @@ def plan_plainly(name: str, folder: Path) -> Plan:
     )
     versions, mark = read_class_versions(), fingerprint(resolve_source(folder))
     kind = type(pipe).__name__
-    plan = Plan(str(folder), mark, kind, "fp16", versions, components, (), 1, "cpu", 0.0)
+    plan = Plan(str(folder), mark, kind, "fp16", versions, components, "cpu", 0.0)
     return seal_plan(plan)
 
 

@@ -110,8 +110,6 @@ def make_plan_of(pipe: Any, folder: Path, scalings: dict[str, Scaling]) -> Plan:
             precision="fp16",
             versions=read_class_versions(),
             components=tuple(entries.values()),
-            prompts=("a",),
-            steps=1,
             device="cpu",
             elapsed_s=0.0,
         )

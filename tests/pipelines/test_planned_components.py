@@ -40,8 +40,6 @@ def plan_plainly(pipe: Any, **scalings: Scaling) -> Plan:
         "fp16",
         read_class_versions(),
         tuple(entries),
-        (),
-        1,
         "cpu",
         0.0,
     )

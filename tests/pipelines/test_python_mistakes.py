@@ -15,7 +15,7 @@ from stopdown.plans.plan_files import seal_plan, take_plan
 from stopdown.testing import make_pipeline
 
 LINEAR, ONES = torch.nn.Linear(4, 4), torch.ones(2, 4)
-PLAN = stopdown.records.Plan("m", "", "P", "fp16", {}, (), (), 4, "cpu", 0.0)
+PLAN = stopdown.records.Plan("m", "", "P", "fp16", {}, (), "cpu", 0.0)
 
 
 def make_offloaded() -> Any:

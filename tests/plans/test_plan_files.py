@@ -53,7 +53,6 @@ ENTRY = ComponentPlan(
         pinned={"special_bessel_j0": ("Linear:",)},
     ),
     calls=4,
-    prompts=2,
     reasons=("A reason.",),
 )
 PLAN = files.seal_plan(
@@ -64,8 +63,6 @@ PLAN = files.seal_plan(
         precision="fp16",
         versions=files.read_class_versions(),
         components=(ENTRY,),
-        prompts=("a ball",),
-        steps=4,
         device="cpu",
         elapsed_s=1.5,
     )

@@ -65,7 +65,7 @@ def make_entry(**fields: Any) -> ComponentPlan:
 
 
 def make_plan(*entries: ComponentPlan) -> Plan:
-    return Plan("m", "", "P", "fp16", {}, entries, (), 4, "cpu", 0.0)
+    return Plan("m", "", "P", "fp16", {}, entries, "cpu", 0.0)
 
 
 def test_a_card_without_bf16_compares_rescaled_and_fp32() -> None:

@@ -169,7 +169,7 @@ def convert(
         SourceError: the model is missing, damaged or refused.
 
     Cost: one component in fp16 in memory if the plan can be written as it is. Otherwise the pipeline in
-    fp32, a run for each of the plan's prompts, and captures as for `measure_plan`.
+    fp32, a run for each of a few prompts, and captures as for `measure_plan`.
     """
     started = time.perf_counter()
     check_type(
@@ -262,9 +262,9 @@ def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progr
             return record_run(work.pipe, lambda: play_calls(work.pipe, [request.arguments]))
         if work.source.parts:
             return draw_calls(work.source, request)
-        steps = work.plan.steps or request.steps or STEPS
+        steps = request.steps or STEPS
         short = shrink_run(work.pipe, dataclasses.replace(request, steps=steps))
-        return record_calls(work.pipe, list_requests(work.pipe, work.plan.prompts, short), progress)
+        return record_calls(work.pipe, list_requests(work.pipe, (), short), progress)
 
     for number, entry in enumerate(work.plan.components):
         name = entry.component

@@ -94,7 +94,6 @@ def seal_made(
     components: Sequence[ComponentPlan],
     started: float,
     device: Device,
-    **measured: Any,
 ) -> Plan:
     """Return the sealed plan with this name, fingerprint and class of pipeline."""
     made = Plan(
@@ -104,7 +103,6 @@ def seal_made(
         components=tuple(components),
         device=str(device),
         elapsed_s=round(time.perf_counter() - started, 3),
-        **measured,
     )
     return seal_plan(made)
 

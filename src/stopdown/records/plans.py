@@ -185,7 +185,6 @@ class ComponentPlan(Displayed):
         scaling: its exponents, what stays in fp32, and what they rest on; in force in fp16. None casts the
             component as if it had been loaded so.
         calls: how many calls were measured.
-        prompts: how many prompts they came from.
         accumulation: switches of torch during its calls; None leaves them as they are.
         reasons: whole sentences.
         stored: format of most of its weights on disk; None when unknown.
@@ -199,7 +198,6 @@ class ComponentPlan(Displayed):
     precision: str = "fp32"
     scaling: Scaling | None = None
     calls: int = 0
-    prompts: int = 0
     accumulation: Accumulation | None = None
     reasons: tuple[str, ...] = ()
     stored: str | None = None
@@ -229,8 +227,6 @@ class Plan(Displayed):
         precision: what was asked for.
         versions: of the packages that the classes come from.
         components: one entry for each component with weights, or for each call of it.
-        prompts: what was measured.
-        steps: denoising steps of the measured runs.
         device: where it was measured.
         elapsed_s: seconds that it took.
         seal: sha256 over everything else but `chosen` and `memory`; it shows that a file was edited.
@@ -245,8 +241,6 @@ class Plan(Displayed):
     precision: str = "fp16"
     versions: dict[str, str] = field(default_factory=dict)
     components: tuple[ComponentPlan, ...] = ()
-    prompts: tuple[str, ...] = ()
-    steps: int = 0
     device: str = ""
     elapsed_s: float = 0.0
     seal: str = ""

@@ -384,8 +384,7 @@ def update_entry(
     Args:
         calls: the number of failing calls that new exponents rest on.
     """
-    bare = dataclasses.replace(entry, scaling=None, calls=0, prompts=0, reasons=())
-    found = dataclasses.replace(bare, prompts=entry.prompts)
+    found = bare = dataclasses.replace(entry, scaling=None, calls=0, reasons=())
     notes = tuple(reasons)
     for one in applied:
         action = name_action(one)

@@ -78,7 +78,7 @@ def test_a_guard_takes_the_limits_of_its_plan() -> None:
         entries["transformer"], precision="fp16", scaling=Scaling(limits=limits)
     )
     plan = Plan("x", "", type(pipe).__name__, "fp16", read_class_versions(), tuple(entries.values()),
-                (), 0, "cpu", 0.0)  # fmt: skip
+                "cpu", 0.0)  # fmt: skip
     with guard(pipe, plan, announce=told.append) as handle:
         call_pipeline(pipe, "cogvideox")
     assert "`hidden_states` reached" in handle.record.uncertified[0]

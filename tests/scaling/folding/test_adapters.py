@@ -98,9 +98,7 @@ def plan_pipe(pipe: Any) -> Plan:
     scaling, _ = scale_component(pipe.transformer, calls)
     bare["transformer"] = describe_scaling(bare["transformer"], scaling, "fp16", 1)
     name, versions = type(pipe).__name__, read_class_versions()
-    return seal_plan(
-        Plan(name, "", name, "fp16", versions, tuple(bare.values()), (), 1, "cpu", 0.0)
-    )
+    return seal_plan(Plan(name, "", name, "fp16", versions, tuple(bare.values()), "cpu", 0.0))
 
 
 def load_lora(pipe: Any, folder: Path) -> None:
