@@ -116,6 +116,33 @@ def test_what_has_no_bound_is_named() -> None:
     assert rescaling.scaling.measured_bits == pytest.approx(math.log2(65504 / largest), abs=0.01)
 
 
+class Stream(nn.Module):
+    """A stream of a large value, and of what an operation without a rule adds to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.large = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.large.weight.data.mul_(2.0**16)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = self.norm(hidden_states)
+        return (self.large(x) + torch.lgamma(x)).reshape(-1) * 2
+
+
+def test_a_sum_without_a_bound_is_no_smaller_than_what_is_known_of_it() -> None:
+    """Nothing measured: 0 was guessed of the sum, and a cast of it to fp16 got no exponent."""
+    module, given = Stream().eval().requires_grad_(False), torch.randn(2, 8)
+    capture = capture_call(module, (given,), dtype=torch.float16)
+    [kind] = bound_kinds(module, leave_unmeasured([(capture, (given,), {})])).kinds
+    sizes = {
+        name: kind.ranges[x.name][0].amax
+        for x in capture.graph.graph.nodes
+        for name in ("linear", "add", "reshape")
+        if is_kind(x, name)
+    }
+    assert 65504 < sizes["linear"] <= sizes["add"] == sizes["reshape"]
+
+
 class Gated(torch.nn.Module):
     """An operation that no rule bounds, before a sigmoid alone."""
 

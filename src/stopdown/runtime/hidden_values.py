@@ -11,7 +11,8 @@ product is Inf in fp32 behind a cast, a multiply of a plan, or in an fp32 residu
 `//` `**` `<` `<=` `>` `>=`, `x[mask] = 0`, places of largest values (`argmax`, `topk`); NaN in those that
 do not hand it on (`where`, `nan_to_num`, `x > 0`), or that becomes a whole number or a number of 8 bits.
 **Does not catch** functions that code took from torch by name before (`from torch import tanh`), parts of
-fused operations, -Inf that enters `relu`, `exp`, `logaddexp` or `softmax`, and whatever compiled code does.
+fused operations (PyTorch's attention on a processor makes 0 of NaN in a query where there are few keys),
+-Inf that enters `relu`, `exp`, `logaddexp` or `softmax`, and whatever compiled code does.
 """
 
 from __future__ import annotations

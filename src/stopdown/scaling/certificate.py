@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.fx import Node
 
 from stopdown.fold_names import name_parameters, split_fold_name
 from stopdown.mapped_weights import Load, bring_home, find_stored
@@ -38,7 +39,7 @@ from stopdown.scaling.bounds.propagation import bound_call
 from stopdown.scaling.exponents.problem import Limit, MeasuredCall, Problem, split_values
 from stopdown.scaling.exponents.solver import CALIBRATED_BITS, Solution
 from stopdown.scaling.graph.capture import Capture
-from stopdown.scaling.graph.nodes import is_float
+from stopdown.scaling.graph.nodes import has_trait, is_float, is_kind
 from stopdown.scaling.graph.range_measurement import Range, Ranges, log2_of
 from stopdown.scaling_records import Operands, Scaling, describe_count, describe_least
 
@@ -137,7 +138,7 @@ def _load_own(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
 
 
 def _guess(kind: MeasuredCall, found: Bounds) -> MeasuredCall:
-    """Estimate the ranges of a call as a few times the typical size of each value; 0 if that is unknown."""
+    """Estimate the ranges of a call as a few times the typical size of each value; 0 if it is unknown."""
     capture, blocks = kind.capture, kind.blocks
     guessed: dict[str, tuple[Range, ...]] = {}
     for node in capture.graph.graph.nodes:
@@ -145,11 +146,22 @@ def _guess(kind: MeasuredCall, found: Bounds) -> MeasuredCall:
             continue
         parts = found.ranges.get(node.name)
         if parts is None:
-            parts = (Range(0.0, 0.0, 0.0),) * (len(blocks[node]) if node in blocks else 1)
+            parts = (_guess_unbounded(node, guessed),) * (
+                len(blocks[node]) if node in blocks else 1
+            )
         elif node.name not in capture.parameters:
             parts = tuple(replace(x, amax=min(x.amax, PEAK * x.rms), certain=False) for x in parts)
         guessed[node.name] = parts
     return replace(kind, ranges=guessed)
+
+
+def _guess_unbounded(node: Node, guessed: Mapping[str, tuple[Range, ...]]) -> Range:
+    """Estimate the range of a value without a bound: a sum is as large as its summands that have one."""
+    if not (is_kind(node, "add", "subtract", "cast") or has_trait(node, "rearranges")):
+        return Range(0.0, 0.0, 0.0)
+    parts = [x for source in node.all_input_nodes for x in guessed.get(source.name, ())]
+    amax, rms = (max((getattr(x, size) for x in parts), default=0.0) for size in ("amax", "rms"))
+    return Range(amax, rms, 0.0)
 
 
 def state_bounds(measured: Ranges, bounds: Ranges) -> dict[str, tuple[Range, ...]]:

@@ -31,6 +31,7 @@ from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import Plan
 from stopdown.runtime import repairs
 from stopdown.runtime.guard import Guard, GuardOptions, guard
+from stopdown.runtime.plan_maker import make_plan
 from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.rescale import rescale_
 from stopdown.scaling.watch import known_calls
@@ -527,6 +528,24 @@ def test_hidden_states_of_a_vision_tower_with_a_stream_in_fp32(put: Any) -> None
     pairs = list(zip(iterate_tensors(found), iterate_tensors(wanted), strict=True))
     assert len(pairs) == 5
     assert max(relative_l2(x.float(), y) for x, y in pairs) < 2e-3
+
+
+@pytest.mark.thorough
+def test_a_mask_under_a_certified_stream() -> None:
+    """Sana's linear attention has no bound: casts of the stream behind it get exponents all the same.
+
+    Without a mask PyTorch's attention on a processor made 0 of the NaN, which nobody saw.
+    """
+    case = make_case("Sana")
+    assert case is not None
+    module, mask = case.module, torch.ones(1, 7).bool()
+    second = {**case.first, "encoder_attention_mask": mask}
+    wanted = call(module, second)
+    plan = make_plan({"part": module}, lambda: call(module, case.first))
+    assert plan.components[0].in_force.stream is not None
+    with apply_plan({"part": module}, plan):
+        found = call(module, second, torch.float16)
+    assert measure_error(found, wanted) < 2e-3
 
 
 @pytest.mark.thorough
