@@ -8,6 +8,7 @@ that file, for the commands of the page.
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
@@ -22,6 +23,8 @@ import typer
 from stopdown.app import commands
 
 Run = Callable[..., tuple[int, str, str]]
+
+ROOT = Path(__file__).parents[2]
 
 _BLOCK = re.compile(
     r"(?:<!-- not run: (?P<why>[^\n]+) -->\n)?"
@@ -138,3 +141,18 @@ def parse_command(command: str) -> str:
     except Exception as refused:  # Typer brings its own copy of click's exceptions
         return str(getattr(refused, "message", "")) or type(refused).__name__
     return ""
+
+
+def find_missing_evidence(shown: str) -> str:
+    """What is wrong with a test, command, file or remark that is to show a sentence; "" for nothing."""
+    if shown.startswith("stopdown "):
+        return parse_command(shown) or ""
+    name, _, test = shown.partition("::")
+    if name.startswith("by hand: "):
+        return "" if len(name.split()) > 4 else "it does not say what to do by hand"
+    if not (ROOT / name).exists():
+        return "there is no such file"
+    if not test:
+        return ""
+    body = ast.parse((ROOT / name).read_text(encoding="utf-8")).body
+    return "" if test in {getattr(x, "name", "") for x in body} else "there is no such test"

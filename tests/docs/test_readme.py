@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.documentation import Run, parse_command
+from docs.documentation import Run, find_missing_evidence
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -186,21 +185,6 @@ def list_sentences(page: str) -> list[str]:
         elif not part.startswith("#"):
             found += re.split(r"(?<=[.:?!])\s+(?=[A-Z\[\"(])", part.removeprefix("- "))
     return [x for x in found if re.search(r"\w", x)]
-
-
-def find_missing_evidence(shown: str) -> str:
-    """What is wrong with a test, command, file or remark that is to show a sentence; "" for nothing."""
-    if shown.startswith("stopdown "):
-        return parse_command(shown) or ""
-    name, _, test = shown.partition("::")
-    if name.startswith("by hand: "):
-        return "" if len(name.split()) > 4 else "it does not say what to do by hand"
-    if not (ROOT / name).exists():
-        return "there is no such file"
-    if not test:
-        return ""
-    body = ast.parse((ROOT / name).read_text(encoding="utf-8")).body
-    return "" if test in {getattr(x, "name", "") for x in body} else "there is no such test"
 
 
 def test_each_sentence_is_shown() -> None:

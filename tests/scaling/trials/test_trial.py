@@ -416,3 +416,27 @@ def test_what_vanishes_is_said_without_a_trial() -> None:
         warnings.simplefilter("error", StopdownWarning)
         rescale_(Gated(0.5), x, verify=False)
         rescale_(Gated(5e-7), x, verify=False)  # its gate stays in fp32
+
+
+class Overlapping(nn.Module):
+    """Beyond fp16, with two parameters that lie in one memory in part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.randn(6, 8) * 2.0**14
+        self.first = nn.Parameter(memory[:4], requires_grad=False)
+        self.second = nn.Parameter(memory[2:], requires_grad=False)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.linear(x, self.first)
+        return nn.functional.linear(self.norm(x), self.second.T[:4]) * 2.0**-14
+
+
+def test_parameters_that_share_memory_are_named() -> None:
+    """An exponent of one would change the other: both are named, with what gives one its own memory."""
+    module, x = Overlapping(), torch.randn(3, 8)
+    with pytest.raises(
+        ScalingError, match=r"first and second of Overlapping lie in the same memory"
+    ):
+        rescale_(module, x)
