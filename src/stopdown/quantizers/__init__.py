@@ -1,1 +1,1 @@
-"""Plans through `quantization_config`, which `from_pretrained` of Diffusers and Transformers takes."""
+"""Plans as `quantization_config` of `from_pretrained` in Diffusers and Transformers."""

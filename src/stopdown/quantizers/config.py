@@ -1,4 +1,4 @@
-"""`StopdownConfig`: what `from_pretrained` is given, and what a `config.json` carries."""
+"""`StopdownConfig`: the `quantization_config` for `from_pretrained`, also stored in `config.json`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stopdown.records import ComponentPlan, Plan
 
 
 class StopdownMethod(enum.StrEnum):
-    """The name of the method. Both libraries ask for its `value`, and compare it with texts."""
+    """The name of the quantization method; both libraries read its `value` and compare it with strings."""
 
     STOPDOWN = QUANT_METHOD
 
@@ -30,16 +30,15 @@ class StopdownConfig(QuantizationConfigMixin):
             quantization_config=stopdown.StopdownConfig(),
         )
 
-    Weights are folded and cast one after the other as they are read. The model is watched as under
-    `stopdown.load`: calls that its exponents do not hold for are repaired, with a warning.
+    Weights are scaled and cast one at a time as they are read. The model is watched as under
+    `stopdown.load`: calls that its exponents don't hold for are repaired, with a warning.
 
     Args:
-        plan: a `Plan` or the path of its file. None takes the plan that lies beside the model or was kept
-            for it, and certifies one from the weights otherwise; it is kept.
-        guard: put a guard on the model: `model.stopdown_guard`.
-        component: which component of the plan; "" for the one that fits the model.
-        folded: the stored weights have their exponents already, as `save_pretrained` of Diffusers writes
-            them.
+        plan: a `Plan` or the path of its file. None uses the plan in the model's folder or the cached one;
+            if there is neither, it certifies one from the weights and caches it.
+        guard: put a guard on the model, as `model.stopdown_guard`.
+        component: name of the plan's component for this model; "" for the one with the model's class.
+        folded: the stored weights are scaled already, as Diffusers' `save_pretrained` writes them.
     """
 
     def __init__(
@@ -64,25 +63,25 @@ class StopdownConfig(QuantizationConfigMixin):
             self.plan = take_plan(plan)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings that a `config.json` carries."""
+        """Return the settings that are stored in a `config.json`."""
         plan = {"plan": carry_plan(self.plan)} if self.plan is not None else {}
         flags = {name: True for name in ("guard", "folded") if getattr(self, name)}
         component = {"component": self.component} if self.component else {}
         return {"quant_method": QUANT_METHOD, **component, **flags, **plan}
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return `to_dict`: Diffusers asks for it, and its own base class does not have it."""
+        """Return `to_dict`; Diffusers calls this method, and its own base class doesn't have it."""
         return self.to_dict()
 
     def find_entry(self, class_name: str, component: str = "") -> ComponentPlan:
-        """Return the entry that this config's plan has for a model.
+        """Return the plan's entry for a model.
 
         Args:
             class_name: of the model.
-            component: that the model is by its folder's name; "" if that is not known.
+            component: name of the model's folder; "" if unknown.
 
         Raises:
-            PlanError: the plan has none for it, or several.
+            PlanError: the plan has no entry for it, or several.
         """
         assert self.plan is not None
         fitting = [x for x in self.plan.components if x.class_name == class_name]

@@ -21,29 +21,29 @@ class StopdownDiffusersQuantizer(PlannedModel, DiffusersQuantizer):
         self._loading, self._files = ModelLoad(quantization_config), list[str | Path]()
 
     def validate_environment(self, *args: Any, **options: Any) -> None:
-        """Refuse other formats, and weights on the disk; called again once the device map is known."""
+        """Refuse other formats, and weights on disk; called again once the device map is known."""
         self._loading.request(options.get("torch_dtype"))
         check_device_map(options.get("device_map"))
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
-        """Have weights arrive in fp32, which holds whatever is stored."""
+        """Return fp32, so that weights arrive in a format that holds every stored one."""
         return torch.float32
 
     def adjust_target_dtype(self, torch_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of most loaded weights, for the device map."""
+        """Return the dtype of most of the loaded weights, for the device map's sizes."""
         return self._loading.bare or torch.float16
 
     def maybe_update_loaded_keys(
         self, loaded_keys: list[str], checkpoint_files: list[str]
     ) -> list[str]:
-        """Note where the weights come from; the names stay."""
+        """Record the weight files; return the names unchanged."""
         self._files = [x for x in checkpoint_files if isinstance(x, (str, Path))]
         return loaded_keys
 
     def check_if_quantized_param(
         self, model: Any, param_value: Any, param_name: str, *args: Any, **options: Any
     ) -> bool:
-        """Return whether a weight is ours to place."""
+        """Return whether this quantizer places a weight."""
         return param_name in self._loading
 
     def create_quantized_param(
@@ -54,11 +54,11 @@ class StopdownDiffusersQuantizer(PlannedModel, DiffusersQuantizer):
 
     @property
     def supports_parallel_loading(self) -> bool:
-        """Return False: weights come one after the other, so that one is in memory in fp32 at a time."""
+        """Return False, so that only one weight at a time is in memory in fp32."""
         return False
 
     def get_cuda_warm_up_factor(self) -> int:
-        """Return 2: weights take as much memory as the empty model states."""
+        """Return 2: the weights need as much memory as the empty model's dtypes indicate."""
         return 2
 
     def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
@@ -81,5 +81,5 @@ class StopdownDiffusersQuantizer(PlannedModel, DiffusersQuantizer):
 
     @property
     def is_serializable(self) -> bool:
-        """Return True: weights are saved with their exponents, and `config.json` carries the plan."""
+        """Return True: scaled weights are saved as they are, and `config.json` contains the plan."""
         return True

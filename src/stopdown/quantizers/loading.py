@@ -1,10 +1,10 @@
-"""A model on its way into memory by a plan: its hooks while it is empty, then one weight after the other.
+"""Loading of a model by a plan inside `from_pretrained`: hooks on the empty model, then weight by weight.
 
-Libraries build a model without weights, place each weight on its device as it is read, and put hooks of
-their own around the result. So the hooks of a plan go on while the model is empty, and a weight is folded
-and cast when it arrives, before anything moves it again.
+Libraries build a model without weights, place each weight on its device as it is read, and add their own
+hooks to the result. So the hooks of a plan are registered while the model is empty, and each weight is
+scaled and cast when it arrives, before it is moved again.
 
-**Catches** weights that are not those of the plan, by samples of each; weights that never arrive.
+**Catches** weights that aren't those of the plan, by samples of each; weights that never arrive.
 **Does not catch** weights that differ only between the sampled values.
 """
 
@@ -56,7 +56,7 @@ _Samples = tuple[tuple[int, ...], torch.Tensor | None]
 
 
 def check_device_map(device_map: Any) -> None:
-    """Refuse weights that would be written to the disk before their exponents are folded in."""
+    """Refuse a device map with weights on disk, because they would be written there unscaled."""
     if isinstance(device_map, dict) and "disk" in device_map.values():
         raise OptionError(
             "The device_map puts weights on the disk, but a StopdownConfig was given.",
@@ -67,12 +67,12 @@ def check_device_map(device_map: Any) -> None:
 
 
 class ModelLoad(SameInCopies):
-    """One model on its way into memory.
+    """The loading of one model by a plan.
 
     Attributes:
-        config: that `from_pretrained` was given, or that a `config.json` carries.
-        plan, entry: what the model becomes; known once it has begun.
-        bare: format in which the model is loaded without the plan that it carries; None with the plan.
+        config: passed to `from_pretrained`, or read from a `config.json`.
+        plan, entry: the model's plan and its entry for the model; set by `begin`.
+        bare: dtype in which the model is loaded without the plan in its `config.json`; None with the plan.
     """
 
     def __init__(self, config: StopdownConfig) -> None:
@@ -86,9 +86,12 @@ class ModelLoad(SameInCopies):
         self._applied: AppliedPlan | None = None
 
     def request(self, dtype: torch.dtype | None) -> None:
-        """Note the dtype that `from_pretrained` was given; pipelines pass fp32 if none is given.
+        """Check the dtype passed to `from_pretrained`; pipelines pass fp32 by default.
 
-        A folder that carries a plan is loaded in bf16 as well: without the plan, which is one for fp16.
+        A folder whose `config.json` contains a plan can be loaded in bf16 too, without the plan.
+
+        Raises:
+            OptionError: the dtype isn't that of a plan.
         """
         if dtype == torch.bfloat16 and self.config.is_carried:
             self.bare = dtype
@@ -101,12 +104,13 @@ class ModelLoad(SameInCopies):
             )
 
     def begin(self, module: torch.nn.Module, files: Sequence[str | Path]) -> None:
-        """Put the plan's hooks on a model without weights.
+        """Choose the plan and register its hooks on a model without weights.
 
         Args:
-            module: its parameters are on `meta`.
+            module: the model, with parameters on `meta`.
+            files: of its weights.
 
-        Cost: without a plan, the first time that a checkpoint is met here, one pass over its weights.
+        Cost: without a plan, the first time for each checkpoint, one pass over its weights.
         """
         with _on_cpu():
             self.plan, component = self._choose_plan(module, [Path(x) for x in files])
@@ -146,14 +150,14 @@ class ModelLoad(SameInCopies):
         cast_component_(module, self.bare, put_bare)
 
     def __contains__(self, name: str) -> bool:
-        """Return whether a weight changes when it arrives."""
+        """Return whether a weight is scaled or cast when it arrives."""
         return name in self._wanted
 
     def take(self, name: str, value: torch.Tensor, device: Any) -> torch.Tensor:
-        """Return a weight as the model has it, folded and cast, on its device.
+        """Return a weight scaled and cast for the model, on its device.
 
         Args:
-            value: as it is stored, in any floating format that holds it.
+            value: the stored weight, in any floating format that represents it exactly.
         """
         wanted = dataclasses.replace(self._wanted[name], values=value.detach())
         made = wanted.read(device)
@@ -162,7 +166,14 @@ class ModelLoad(SameInCopies):
         return made
 
     def finish(self, module: torch.nn.Module) -> StopdownConfig | None:
-        """Check the loaded weights and guard the model; return its config, None without its plan."""
+        """Check the loaded weights, apply the plan, and guard the model on request.
+
+        Return the config to store in the model; None if it was loaded without its plan.
+
+        Raises:
+            SourceError: a weight is missing.
+            PlanError: the plan was made for other weights.
+        """
         self._check_weights(module)
         with torch.no_grad():
             for name, tensor in name_parameters(module).items():
@@ -221,7 +232,7 @@ class ModelLoad(SameInCopies):
     def _complete(
         self, module: torch.nn.Module, samples: dict[str, _Samples]
     ) -> dict[str, _Samples]:
-        """Return the samples of all weights: of tied ones, and of integers, which arrive by themselves."""
+        """Complete samples of weights by those of tied ones, and of integers, which aren't scaled."""
         state = module.state_dict(keep_vars=True)
         known = {id(state[name]): found for name, found in samples.items() if name in state}
         found = {}
@@ -256,9 +267,9 @@ class ModelLoad(SameInCopies):
         return type(module).save_pretrained(module, *args, **options)
 
     def renew(self, module: torch.nn.Module) -> None:
-        """Fit the plan in a model's config to the present weights: a LoRA may be fused.
+        """Update the plan in a model's config for its current weights, before the model is saved.
 
-        Called before the model is saved.
+        If they have changed, for example by a fused LoRA, the plan is no longer certified, with a warning.
         """
         config: StopdownConfig = module.config.quantization_config  # type: ignore[union-attr, assignment]
         assert config.plan is not None
@@ -282,9 +293,9 @@ class ModelLoad(SameInCopies):
             config.plan = dataclasses.replace(config.plan, components=(now,), seal="")
 
     def undo(self, module: torch.nn.Module) -> None:
-        """Take the plan off: the weights are in fp32 then, as near to the stored ones as it holds them.
+        """Remove the plan: unscale the weights to fp32, as close to the stored ones as possible.
 
-        Other components of a pipeline stay as they are, so arguments are cast.
+        Arguments are cast to fp32 from then on, because other components of a pipeline aren't changed.
         """
         if self._applied is not None:
             self._applied.undo()
@@ -293,9 +304,9 @@ class ModelLoad(SameInCopies):
                 put_cast(callee, torch.float32, Patches())  # the model's from now on
 
     def unfold_weights(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the weights of a model without their exponents, in fp32 where they have any.
+        """Return a model's state dict without exponents, for programs that don't know the method.
 
-        Read by a program that does not know the method, they are those of the model.
+        Weights that had exponents are in fp32.
         """
         state = {name: x.detach() for name, x in module.state_dict(keep_vars=True).items()}
         folded = {name: self._wanted[name] for name in state if name in self._wanted}
@@ -308,7 +319,7 @@ class ModelLoad(SameInCopies):
         }
 
     def _choose_plan(self, module: torch.nn.Module, files: Sequence[Path]) -> tuple[Plan, str]:
-        """Return the plan of a model, and the name of the component if that is known."""
+        """Choose or make the plan of a model; return it with the component's name by its folder."""
         folder = files[0].parent if files else Path()
         if self.config.plan is not None:
             differences = "; ".join(compare_versions(self.config.plan))
@@ -352,18 +363,18 @@ class ModelLoad(SameInCopies):
 
 
 class PlannedModel:
-    """Answers what both libraries ask a quantizer about a model that has a plan."""
+    """A mixin with the answers that both libraries' quantizers give for a model with a plan."""
 
     _loading: ModelLoad
 
     @property
     def applied_plan(self) -> Plan | None:
-        """The plan that the model was loaded by, for this model alone."""
+        """The plan that the model was loaded with, reduced to this model."""
         return self._loading.plan
 
     @property
     def is_trainable(self) -> bool:
-        """Return False: exponents hold for the weights that they were found for."""
+        """Return False, because exponents hold only for the weights that they were found for."""
         return False
 
     @property
@@ -372,14 +383,17 @@ class PlannedModel:
 
 
 def _find_entry(module: torch.nn.Module, entry: ComponentPlan) -> AppliedEntry:
-    """Return the entry that was put on while its module was empty."""
+    """Return the entry that was applied to a module while it was empty."""
     found = find_applied(module)
     assert found is not None, entry.component
     return found
 
 
 def _move(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
-    """Move a model; it cannot be cast. The dtype that it says it has is no cast: libraries give it back."""
+    """Move a planned model to a device; refuse to cast it.
+
+    Its own reported dtype is accepted, because libraries pass it back.
+    """
     given = (*args, *options.values())
     dtype = next((x for x in given if isinstance(x, torch.dtype)), None)
     if dtype == module.dtype:
@@ -425,23 +439,28 @@ _REFUSED = {
     "enable_layerwise_casting": _refuse_casting,
     "_load_ip_adapter_weights": _refuse_pictures,
 }
-"""What Diffusers does with a model that exponents do not stand, by its methods."""
+"""Methods of Diffusers' models that exponents don't allow → functions that refuse them."""
 
 
 def unfold(made: torch.Tensor, wanted: StoredWeight) -> StoredWeight:
-    """Return a weight without its folds, as precisely as its values allow."""
+    """Return a scaled weight with the folds that undo its exponents, to be read in fp32.
+
+    Args:
+        made: the scaled weight.
+        wanted: its folds.
+    """
     if not made.is_floating_point():
         return StoredWeight(made, made.dtype)
     return StoredWeight(made, torch.float32, _negate(wanted.folds))
 
 
 def _negate(folds: Folds) -> Folds:
-    """Return the folds that take these off again."""
+    """Return the inverse folds, with negated exponents."""
     return [(place, -exponent) for place, exponent in folds]
 
 
 def _find_source(folder: Path, file_name: str) -> Source | None:
-    """Return the pipeline around a component's folder; None for a model without one."""
+    """Return the pipeline that a component's folder belongs to, locally or on the Hub; None without one."""
     root = folder.parent
     variant = _VARIANT.search(file_name)
     if (root / "model_index.json").is_file():
@@ -458,7 +477,7 @@ def _find_source(folder: Path, file_name: str) -> Source | None:
 
 
 _TOKENS = 512
-"""Tokens of the call that a text encoder by itself is certified for, if it takes so many."""
+"""Number of tokens for which a text encoder without a pipeline is certified, if it accepts so many."""
 
 _VARIANT = re.compile(r"\.(\w+)(?:-\d+-of-\d+)?\.safetensors$")
 _CACHED = re.compile(r"/models--(?P<owner>[^/]+)--(?P<name>[^/]+)/snapshots/(?P<commit>\w+)$")
@@ -466,7 +485,10 @@ _CACHED = re.compile(r"/models--(?P<owner>[^/]+)--(?P<name>[^/]+)/snapshots/(?P<
 
 @contextlib.contextmanager
 def _on_cpu() -> Iterator[None]:
-    """Make tensors on the CPU and in fp32, whatever a library that builds a model has set."""
+    """Set the default device to the CPU and the default dtype to fp32 inside the block.
+
+    A library that builds a model may have set others.
+    """
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

@@ -1,9 +1,9 @@
-"""The quantization method `stopdown`, registered with Diffusers and Transformers when they are imported.
+"""Registration of the quantization method `stopdown` with Diffusers and Transformers at their import.
 
-Both keep tables of methods in a module `quantizers.auto`. A finder notices when one of these modules is
-imported, and the table is filled right after it ran; a module that is there already is filled at once. So
-`import stopdown` loads neither library, and a folder whose `config.json` names the method loads in every
-program that imported Stopdown, before or after the library.
+Both keep tables of methods in a module `quantizers.auto`. An import finder adds the method right after one
+of these modules has been imported, or at once if it's imported already. So `import stopdown` loads neither
+library, and a folder whose `config.json` names the method loads in every program that imported Stopdown,
+before or after the library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _QUANTIZERS = {
 
 
 class _Finder:
-    """Finds the modules with the tables, as Python does, and has them filled once they ran."""
+    """An import finder for the modules with the tables, which fills the tables after their import."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> Any:
@@ -43,7 +43,7 @@ def _run(execute: Any, module: ModuleType) -> None:
 
 
 def _fill(module: Any) -> None:
-    """Add the method to the two tables of a library; the quantizer is imported when it is used."""
+    """Add the method to a library's two tables; the quantizer is imported when it is first used."""
     config = importlib.import_module("stopdown.quantizers.config").StopdownConfig
     module.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(QUANT_METHOD, config)
     module.AUTO_QUANTIZER_MAPPING.setdefault(
@@ -60,7 +60,7 @@ def _make(tables: str, config: Any, **options: Any) -> Any:
 
 
 def register() -> None:
-    """Have the method registered with each library, now or when it is imported."""
+    """Register the method with each library, now or when it is imported."""
     if not any(found is _Finder for found in sys.meta_path):
         sys.meta_path.insert(0, _Finder)
     for name in _QUANTIZERS:

@@ -1,9 +1,10 @@
-"""Models that a script loads in 16 bits, loaded by plans where bf16 is slow and fp16 is not.
+"""Plans for models that a script loads in 16 bits, on devices with slow bf16 and fast fp16.
 
-The script's own `from_pretrained` gets a `quantization_config`. What cannot have one is loaded as the
-script asks, and that is said. `quantization` gives the `quantization_config` of a whole pipeline.
+The script's own `from_pretrained` gets a `quantization_config`. A model that can't have one is loaded as
+the script requests, which is announced. `quantization` returns the `quantization_config` of a whole
+pipeline.
 
-Not covered: `from_single_file`, models that lie by themselves, casts after loading.
+Not covered: `from_single_file`, models outside of a pipeline's folder, casts after loading.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ _HALVES = (torch.float16, torch.bfloat16)
 def plan_loads(
     device: str, announce: Callable[[str], None], patches: Patches, otherwise: str = ""
 ) -> None:
-    """Make a script's 16-bit loads use plans, if its device is fast in fp16 and not in bf16.
+    """Make a script's 16-bit loads use plans, if its device is fast in fp16 but not in bf16.
 
-    The device is asked at the first load: a script may choose its cards until then.
+    The device is probed at the first load, because a script may select cards until then.
 
     Args:
-        device: that the script uses; "auto" for the best one here.
-        otherwise: how the script gets its own precision, in a sentence.
+        device: that the script uses; "auto" for the best one of this machine.
+        announce: receives messages for the user.
+        otherwise: a sentence for the message: how to get the script's own precision.
     """
     loads = _Loads(device, announce, patches, otherwise)
     for owner in (DiffusionPipeline, ModelMixin, PreTrainedModel):
@@ -61,7 +63,7 @@ def plan_loads(
 
 
 class _Loads:
-    """The loads of one script."""
+    """Replaces the `from_pretrained` of one script's models."""
 
     def __init__(
         self, device: str, announce: Callable[[str], None], patches: Patches, otherwise: str
@@ -76,7 +78,7 @@ class _Loads:
         return device.type != "cpu" and prefers_fp16(probe_formats(device))
 
     def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `from_pretrained` that adds a config."""
+        """Return a replacement of a `from_pretrained` that adds a `quantization_config`."""
 
         @functools.wraps(original)
         def from_pretrained(cls: type, *args: Any, **options: Any) -> Any:
@@ -91,7 +93,7 @@ class _Loads:
         return from_pretrained
 
     def _takes(self, cls: type, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        """Return whether a load is one of 16 bits that a plan can be made for."""
+        """Return whether a load requests 16 bits, and a plan can be made for it."""
         dtype = options.get("dtype", options.get("torch_dtype"))
         is_part = bool(options.get("subfolder")) and not issubclass(cls, DiffusionPipeline)
         return (
@@ -134,7 +136,7 @@ class _Loads:
         return config
 
     def _let_casts_be(self, module: Any) -> None:
-        """Have casts to 16 bits move a model alone: the script says again how it loads it."""
+        """Let a model ignore casts to 16 bits, with which a script repeats its requested dtype."""
         move = module.to
 
         def to(*args: Any, **options: Any) -> Any:
@@ -160,22 +162,22 @@ def quantization(
             id, dtype=torch.float16, quantization_config=stopdown.quantization(id)
         )
 
-    Each component with weights has a `StopdownConfig` in `quant_mapping`; another method may take the
-    place of one, or it may be left out there.
+    Each component with weights has a `StopdownConfig` in `quant_mapping`, which you can replace by another
+    method or delete.
 
     Args:
-        source: Hub id, folder or bundled model, as `from_pretrained` is given it.
-        plan: a plan for it, or the path of its file. None takes the plan that lies beside the model or was
-            kept for it, and certifies one from the weights otherwise; it is kept.
-        guard: put a guard on each component: `pipe.transformer.stopdown_guard`.
+        source: Hub id, folder or bundled model, as for `from_pretrained`.
+        plan: a plan for it, or the path of its file. None uses the plan in the model's folder or the cached
+            one; if there is neither, it certifies one from the weights and caches it.
+        guard: put a guard on each component, as `pipe.transformer.stopdown_guard`.
         revision: branch, tag or commit of a Hub id.
-        variant: of the weights, where there are several: `"fp16"`.
+        variant: of the weights, if there are several, such as `"fp16"`.
 
     Raises:
         SourceError: the model is missing, damaged or refused.
         PlanError: the plan is damaged or belongs to another checkpoint.
 
-    Cost: without a plan, the first time that a checkpoint is met here, one pass over its weights.
+    Cost: without a plan, the first time for each checkpoint, one pass over its weights.
     """
     found = resolve_source(source, revision=revision, variant=variant)
     verify_source(found)
@@ -201,9 +203,9 @@ def quantization(
 
 
 def _split_held(source: Source, entry: ComponentPlan) -> ComponentPlan:
-    """Return the entry by which Diffusers loads a component; one that holds several models is in fp32.
+    """Return a component's entry; for a container of several models, one in fp32, with a warning.
 
-    Each of these gets the config by itself, and exponents belong to all of them together.
+    Diffusers passes the config to each of these models, but exponents belong to all of them together.
     """
     if source.kind == "file" or not holds_models(find_class(*source.components[entry.component])):
         return entry
@@ -218,7 +220,7 @@ def _split_held(source: Source, entry: ComponentPlan) -> ComponentPlan:
 
 
 def _list_carried(source: Source) -> dict[str, StopdownConfig]:
-    """Return the configs of the components that were saved with their plans, which stay theirs."""
+    """Return the configs of the components that were saved with their plans (component → config)."""
     if source.kind == "file":
         return {}
     found = {
@@ -233,7 +235,7 @@ def _list_carried(source: Source) -> dict[str, StopdownConfig]:
 
 
 def join_config_plans(config: PipelineQuantizationConfig) -> Plan:
-    """Return the plan of a pipeline, from the configs that `quantization` made."""
+    """Merge the plans of the components' configs that `quantization` made into the pipeline's plan."""
     configs = [x for x in config.quant_mapping.values() if isinstance(x, StopdownConfig)]
     plans = [x.plan for x in configs if x.plan is not None]
     components = tuple(x.components[0] for x in plans)

@@ -21,16 +21,16 @@ class StopdownTransformersQuantizer(PlannedModel, HfQuantizer):
         self._loading, self._files = ModelLoad(quantization_config), list[str]()
 
     def validate_environment(self, *args: Any, **options: Any) -> None:
-        """Refuse weights on the disk."""
+        """Refuse weights on disk."""
         check_device_map(options.get("device_map"))
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Have weights arrive in fp32, which holds whatever is stored."""
+        """Check the dtype; return fp32, so that weights arrive in a format that holds every stored one."""
         self._loading.request(dtype)
         return torch.float32
 
     def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
-        """Return whether a weight changes when it arrives."""
+        """Return whether a weight is scaled or cast when it arrives."""
         return param_name in self._loading
 
     def get_quantize_ops(self) -> ConversionOps:
@@ -41,7 +41,7 @@ class StopdownTransformersQuantizer(PlannedModel, HfQuantizer):
         return model
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Begin: before this call nothing is tied, and whatever is made is on `meta`."""
+        """Begin the load here, because earlier no weights are tied, and new tensors are on `meta`."""
         self._loading.begin(model, self._files)
         return super().update_weight_conversions(weight_conversions, model)
 
@@ -57,18 +57,18 @@ class StopdownTransformersQuantizer(PlannedModel, HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the weights without exponents: Transformers loads a method that it does not know."""
+        """Return the weights without exponents, because Transformers loads models of unknown methods."""
         return self._loading.unfold_weights(model), {}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        """Take the plan off. The weights are in fp32, whatever the dtype that the model was loaded in."""
+        """Remove the plan, which leaves the weights in fp32, whatever dtype the model was loaded in."""
         self._loading.undo(model)
         for config in (model.config, *_list_parts(model.config)):
             config.dtype = model.dtype
         return model
 
     def is_serializable(self) -> bool:
-        """Return True: `config.json` carries the plan."""
+        """Return True: `config.json` contains the plan."""
         return True
 
 
@@ -78,13 +78,13 @@ def _list_parts(config: Any) -> list[Any]:
 
 
 class _Fold(ConversionOps):
-    """One weight, from the format that it is stored in."""
+    """A conversion that scales and casts a stored weight."""
 
     def __init__(self, loading: ModelLoad) -> None:
         self._loading = loading
 
     def convert(self, input_dict: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
-        """Return the weights with their exponents, cast."""
+        """Return the weights scaled by their exponents and cast."""
         made = {}
         for name, value in input_dict.items():
             tensor = value[0] if isinstance(value, list) else value
