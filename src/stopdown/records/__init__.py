@@ -1,7 +1,7 @@
-"""Plain data that outlives a process: what was decided, what happened, what was found.
+"""Records of decisions, runs and findings: plain data that outlives a process.
 
-All records are frozen dataclasses, go to JSON and come back unchanged, and carry a schema number.
-Nothing here sees a tensor, so a report can be made without torch.
+All records are frozen dataclasses with a schema number, and survive JSON unchanged. Nothing here reads a
+tensor, so a report can be made without torch.
 """
 
 from __future__ import annotations

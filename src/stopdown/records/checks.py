@@ -1,4 +1,4 @@
-"""What was found: in a model, in its files, in a message or a log, and about a machine."""
+"""Records of findings about models, files, error messages, logs and machines."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from stopdown.records.json_text import SCHEMA
 
 @dataclass(frozen=True, repr=False)
 class Finding(Displayed):
-    """Something that a user should look at.
+    """A problem that a user should look at.
 
     Attributes:
-        kind: short name of the class of finding: `black-frames`.
+        kind: short name of the class of finding, such as `black-frames`.
         module_path: `component:dotted.path`, a component, or a file.
-        evidence: what was measured, with numbers.
+        evidence: the measurement, with numbers.
         remedy: what to type or do.
-        why: what that leads to, and why.
+        why: the consequence, and its cause.
         severity: `error` (it raises), `wrong` (NaN, black or other values), `slow`, or `note`.
     """
 
@@ -32,16 +32,16 @@ class Finding(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class CheckRecord(Displayed):
-    """What a check found.
+    """The result of `stopdown check` for a model.
 
     Attributes:
-        source: the model as it was named.
-        device: what it was judged for.
-        precisions: component → format that it was judged in.
+        source: the model as the user named it.
+        device: for which the model was checked.
+        precisions: component → format in which it was checked.
         findings: worst first.
-        mended: what `--fix` did, in whole sentences.
+        mended: the changes that `--fix` made, in sentences.
         elapsed_s: seconds in all.
-        judged: why in those precisions, where none was asked for, a sentence.
+        judged: why these precisions were checked, in a sentence; "" if they were requested.
     """
 
     source: str
@@ -60,13 +60,13 @@ class FilePart(Displayed):
     """One component of a weight file.
 
     Attributes:
-        component: as the names in the file begin: `model.diffusion_model`; "" for all of a file.
-        weights: how many; the scales of one belong to it.
-        stored: how they are stored, with the bytes of each, most first: `scaled fp8`, `Q8_0`, `bf16`.
-        amax: largest finite magnitude, scales included; None where none can be unpacked.
-        largest: the weight that has it.
-        scales: smallest and largest magnitude of scales; empty without any.
-        unread: weights whose values cannot be unpacked here.
+        component: prefix of the tensors' names, such as `model.diffusion_model`; "" for a whole file.
+        weights: number of weights; scales count as a part of their weight.
+        stored: format (`scaled fp8`, `Q8_0`, `bf16`) → bytes, the largest first.
+        amax: largest finite magnitude, scales included; None if no weight can be unpacked.
+        largest: name of the weight with that magnitude.
+        scales: smallest and largest magnitude of the scales; empty without scales.
+        unread: number of weights whose values can't be unpacked.
     """
 
     component: str
@@ -80,16 +80,16 @@ class FilePart(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class FileCheck(Displayed):
-    """What a weight file holds, found without knowing the model.
+    """The result of `stopdown check` for a weight file, without its model's code.
 
     Attributes:
-        source: the file as it was named.
-        format: `safetensors`, `GGUF flux`.
-        contents: what it is by its names, a sentence.
+        source: the file as the user named it.
+        format: such as `safetensors` or `GGUF flux`.
+        contents: the kind of model by its tensors' names, in a sentence.
         size_bytes: of the file.
-        device: what it was judged for; "" for all that are known.
+        device: for which it was checked; "" for all known devices.
         parts: its components.
-        rescaled: what it says of weights that are rescaled already; "" for nothing.
+        rescaled: the file's own statement that its weights are rescaled already; "" without one.
         findings: worst first.
         elapsed_s: seconds in all.
     """
@@ -109,12 +109,12 @@ class FileCheck(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Clue(Displayed):
-    """A line that a diagnosis rests on.
+    """A line of text that a diagnosis is based on.
 
     Attributes:
-        line: its number in the text, from 1; 0 for what was measured in a picture.
+        line: its number, from 1; 0 for a measurement in a picture.
         text: the line, or the measurement.
-        meaning: what it says.
+        meaning: its interpretation.
     """
 
     line: int
@@ -124,12 +124,12 @@ class Clue(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Alternative(Displayed):
-    """Another fault that the same text can come from.
+    """Another fault that can cause the same text.
 
     Attributes:
-        fault: its name: `vae-range`.
-        meaning: what it is.
-        run_next: the command that tells whether it is this one.
+        fault: its name, such as `vae-range`.
+        meaning: its description.
+        run_next: the command that shows whether it is this one.
     """
 
     fault: str
@@ -139,20 +139,20 @@ class Alternative(Displayed):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Diagnosis(Displayed):
-    """Why something failed, as far as a text or a picture shows it.
+    """The cause of a failure, as far as a text or a picture shows it.
 
     Attributes:
-        fault: the class of the failure: `dtype-mismatch`; `unknown`, or `none` for a healthy picture.
-        meaning: what that class is.
-        cause: the entry of the knowledge that it was recognised by.
+        fault: class of the failure, such as `dtype-mismatch`; `unknown`; `none` for a healthy picture.
+        meaning: description of that class.
+        cause: name of the knowledge entry that recognised it.
         title: one sentence, with the values of the message.
         why: the explanation.
-        evidence: the lines that count, the message first.
-        frame: the deepest frame of a traceback in a model's code, "" when there is none.
-        run: what the text names of the run: `PyTorch 2.9.1+cu130`, `RTX 2080 Ti`.
+        evidence: the relevant lines, the message first.
+        frame: the innermost frame of a traceback in a model's code; "" without one.
+        run: versions and devices that the text names, such as `PyTorch 2.9.1+cu130` or `RTX 2080 Ti`.
         remedy: what to type or do.
-        run_next: commands that tell more.
-        reports: `owner/repo#number` of the same failure.
+        run_next: commands that show more.
+        reports: issues with the same failure, as `owner/repo#number`.
         alternatives: other faults with the same message, likeliest first.
     """
 
@@ -174,14 +174,14 @@ class Diagnosis(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class FormatHealth(Displayed):
-    """How a device computes in one format.
+    """A device's support of one format.
 
     Attributes:
-        name: `bf16`.
+        name: of the format, such as `bf16`.
         state: `native`, `emulated`, `slow`, `broken` or `missing`.
-        time_ratio: time of a product over that of fp32; measured here, or 1 over the peak rate of a
-            profile; None when unknown.
-        reason: what is known and what was measured, in whole sentences with the source.
+        time_ratio: time of a matrix product relative to fp32, measured here or from the peak rates of a
+            profile; None if unknown.
+        reason: the facts and measurements, in sentences with the source.
     """
 
     name: str
@@ -192,14 +192,14 @@ class FormatHealth(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Outlook(Displayed):
-    """What `auto` would choose for one component of a well-known model.
+    """The precision that `auto` would choose for one component of a well-known model.
 
     Attributes:
         model: its name.
-        component: `transformer`.
+        component: such as `transformer`.
         precision: name of the format.
-        planned: True when it would run by a plan of its own.
-        reason: why, in whole sentences.
+        planned: whether it would run with a plan's exponents.
+        reason: why, in sentences.
     """
 
     model: str
@@ -215,12 +215,12 @@ class KnownFit(Displayed):
 
     Attributes:
         model: its name.
-        size: of what it makes: `49 frames of 480x720`.
-        precision: of its denoiser, in words: `fp16 with a plan`.
-        strategy: the fastest that fits: `component+tiling`; "" where none does.
-        peak_bytes: of that strategy, as the allocator reserves it; of the smallest where none fits.
-        seconds: the least and the most that 50 steps take, by published rates and their error; empty where
-            none are known.
+        size: of its output, such as `49 frames of 480x720`.
+        precision: of its denoiser in words, such as `fp16 with a plan`.
+        strategy: the fastest that fits, such as `component+tiling`; "" if none does.
+        peak_bytes: memory that the allocator reserves with that strategy; with the smallest if none fits.
+        seconds: least and most time of 50 steps, from published rates and their error; empty if
+            unknown.
     """
 
     model: str
@@ -233,22 +233,22 @@ class KnownFit(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class DeviceHealth(Displayed):
-    """What is known of one device.
+    """The facts about one device.
 
     Attributes:
         device: its name.
         kind: `cuda`, `mps` or `cpu`.
         tried: True for a device of this machine, False for a profile.
-        capability: CUDA compute capability: `7.0`; None elsewhere.
-        memory_bytes: memory of the device, 0 when unknown.
-        formats: how it computes in each.
-        attention: formats that each kernel of attention takes, by its name.
-        faults: what is known to go wrong on it, each with a remedy and a source.
-        outlooks: what `auto` would choose.
-        measured: what `stopdown bench` found on devices of the same name, a sentence for each model.
-        missing: why this build of PyTorch cannot compute on it, and which can; "" when it can.
+        capability: CUDA compute capability, such as `7.0`; None for other devices.
+        memory_bytes: memory of the device; 0 if unknown.
+        formats: its support of each format.
+        attention: attention kernel → formats that it accepts.
+        faults: known faults of the device, each with a remedy and a source.
+        outlooks: the choices of `auto` for well-known models.
+        measured: results of `stopdown bench` on devices of the same name, one sentence for each model.
+        missing: why this build of PyTorch can't compute on it, and which can; "" if it can.
         answer: in which precision models run on it by default, in one sentence.
-        fits: which well-known models its memory holds; none for a processor.
+        fits: well-known models that fit into its memory; empty for a CPU.
     """
 
     device: str
@@ -268,7 +268,7 @@ class DeviceHealth(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Switch(Displayed):
-    """A switch of torch that changes what sums are taken in: its name, its value, what `True` means."""
+    """A PyTorch switch that changes the precision of accumulation, with the meaning of `True`."""
 
     name: str
     value: str
@@ -277,13 +277,13 @@ class Switch(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class MachineHealth(Displayed):
-    """What `stopdown doctor` found.
+    """The result of `stopdown doctor`.
 
     Attributes:
         machine: versions and hardware.
-        devices: each device that was looked at.
-        switches: how accumulation is set.
-        settings: environment variables that are set and change numbers.
+        devices: each device that was examined.
+        switches: PyTorch's accumulation settings.
+        settings: environment variables that are set and change results.
         faults: known faults of the installed versions.
     """
 

@@ -1,4 +1,4 @@
-"""Records to JSON and back, with the kind and the schema checked."""
+"""Conversion of records to JSON and back, with checks of kind and schema."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def to_json(record: Any) -> str:
 
 
 _UNPRINTABLE = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""What a terminal obeys and JSON need not escape; outside of texts there is none of it."""
+"""Control characters for terminals that JSON leaves unescaped; they occur only inside of strings."""
 
 
 def _replace_bytes(value: Any) -> Any:
@@ -102,7 +102,7 @@ def _check_header(raw: Any, kind: type) -> None:
 
 
 def describe_other(kind: str, path: Path) -> str:
-    """Describe a file that is not a record of a kind; return "" when it is one, or is empty.
+    """Describe a file that isn't a record of the given kind; return "" if it is one, or is empty.
 
     Args:
         kind: `run`, `plan`, `comparison`…
@@ -115,7 +115,7 @@ def describe_other(kind: str, path: Path) -> str:
 
 
 def read_kind(path: Path) -> str | None:
-    """Read the kind of record from a file; "" for an empty file, None for a file without one."""
+    """Read a file's kind of record; return "" for an empty file, None for a file that isn't a record."""
     try:
         content = read_small_file(path, most_bytes=_MOST_BYTES)
         head = msgspec.json.decode(content, type=_Head) if content else _Head("", 0)
@@ -125,14 +125,14 @@ def read_kind(path: Path) -> str | None:
 
 
 describe_no_run = functools.partial(describe_other, "run")
-"""What a file holds that no run's record may replace; empty for one."""
+"""Describe what a file contains if a run's record must not replace it; return "" for a run's record."""
 
 _MOST_BYTES = 2**30
-"""A comparison's record holds its pictures."""
+"""Largest file that is read as a record; a comparison's record contains its pictures."""
 
 
 class _Head(msgspec.Struct):
-    """What every record says of itself. A certificate has no schema: its checker knows its fields."""
+    """The fields of every record's header; a certificate has no schema, because its checker knows it."""
 
     kind: str
     schema: int | None = None

@@ -1,6 +1,4 @@
-"""How a model runs: precision, exponents and reasons for each component, where its weights are, and
-what that takes and was written into files.
-"""
+"""Records of how a model runs: precisions, exponents, memory plans and forecasts, conversions."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 @dataclass(frozen=True, repr=False)
 class StepDown(Displayed):
-    """A call that ran out of memory, and what it was run again with.
+    """A call that ran out of memory, and the strategy with which it was run again.
 
     Attributes:
-        component: whose call: `vae.decode`.
-        before: the strategy that was not enough: `resident`.
-        after: the one that it was run again with: `resident+tiling`.
-        evidence: what the allocator said.
+        component: name of the call, such as `vae.decode`.
+        before: the strategy that ran out of memory, such as `resident`.
+        after: the strategy of the repeated call, such as `resident+tiling`.
+        evidence: the allocator's message.
     """
 
     component: str
@@ -34,12 +32,12 @@ class StepDown(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Reduction(Displayed):
-    """A video or picture that was made smaller than asked for, so that it fits.
+    """A reduction of a video or picture below its requested size, so that the run fits into memory.
 
     Attributes:
-        asked: `49 frames of 480x720`.
-        made: `25 frames of 480x720`.
-        reason: a whole sentence.
+        asked: the requested size, such as `49 frames of 480x720`.
+        made: the reduced size, such as `25 frames of 480x720`.
+        reason: a sentence.
     """
 
     asked: str
@@ -49,18 +47,18 @@ class Reduction(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class MemoryPlan(Displayed):
-    """How a run stays within a limit of memory, and what it is predicted to take.
+    """How a run stays within a memory limit, and its predicted memory and time.
 
     Attributes:
-        asked: an amount, `8GiB`; or `auto`, what the device has: on the CPU what is free.
-        share: runs that the device has at the same time, which `auto` divides by.
-        limit_bytes: what `asked` comes to; 0 until a run is placed.
-        strategy: `resident`, `component+tiling`; "" until a run is placed.
+        asked: the requested limit, such as `8GiB`; `auto` for the device's memory, on the CPU the free one.
+        share: number of simultaneous runs on the device, by which `auto` divides its memory.
+        limit_bytes: `asked` in bytes; 0 until a strategy is chosen.
+        strategy: such as `resident` or `component+tiling`; "" until one is chosen.
         peak_bytes: most bytes of tensors on the device at a time, weights included.
-        reserved_bytes: what the device's allocator takes for them; 0 where it keeps nothing.
-        stored_bytes: weights that wait in host memory or in their files.
-        seconds: of the run; None where the speed of the device is not known.
-        reason: why so, a whole sentence.
+        stored_bytes: bytes of weights offloaded to host memory or read from their files.
+        seconds: predicted run time; None if the device's speed is unknown.
+        reason: for the strategy, in a sentence.
+        reserved_bytes: memory that the device's caching allocator reserves; 0 if it reserves none.
     """
 
     asked: str = "auto"
@@ -76,18 +74,18 @@ class MemoryPlan(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class MemoryRow(Displayed):
-    """One strategy and what it is predicted to take.
+    """The predicted memory and time of one memory strategy.
 
     Attributes:
-        strategy: its name: `block+tiling`.
+        strategy: its name, such as `block+tiling`.
         peak_bytes: most bytes of tensors on the device at a time.
-        component: whose call that is; "" between calls.
-        moved_bytes: weights that are brought to the device in the run.
-        stored_bytes: weights that wait in host memory or on disk.
-        time_ratio: time over that of everything resident, estimated; None when the device's speed is
-            not known.
-        precision: what it computes in: `rescaled fp16`, `fp16 with fp32 modules`, `fp32`.
-        reserved_bytes: what the device's allocator takes for them; 0 where it keeps nothing.
+        component: call with that peak; "" if it's between calls.
+        moved_bytes: bytes of weights copied to the device during the run.
+        stored_bytes: bytes of weights offloaded to host memory or disk.
+        time_ratio: estimated time relative to a run with all weights resident; None if the device's speed
+            is unknown.
+        precision: such as `rescaled fp16`, `fp16 with fp32 modules` or `fp32`.
+        reserved_bytes: memory that the device's caching allocator reserves; 0 if it reserves none.
     """
 
     strategy: str
@@ -102,35 +100,36 @@ class MemoryRow(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class MemoryForecast(Displayed):
-    """How a run fits into a limit, predicted without weights.
+    """The prediction, made without weights, of how a run fits into a memory limit.
+
+    Several precision plans are compared, each with every memory strategy.
 
     Attributes:
-        source: the model as it was named.
-        device: what it was predicted for.
-        precisions: component to format, of the chosen way to compute; of the first when none fits.
+        source: the model as the user named it.
+        device: for which the prediction was made.
+        precisions: component → format in the chosen precision plan; in the first if none fits.
         request: sizes and steps of the run.
-        limit_bytes: what was allowed.
-        rows: every strategy of every way, in each those that cost the least time first.
-        chosen: name of the strategy that takes the least time among those that fit; "" when none
-            does.
-        reasons: whole sentences.
+        limit_bytes: the memory limit.
+        rows: all strategies of all precision plans, the fastest of each plan first.
+        chosen: name of the fastest strategy that fits; "" if none does.
+        reasons: sentences.
         elapsed_s: seconds that the prediction took.
-        precision: name of the way that was chosen; "" when nothing fits.
-        flag: what `--precision` has to say for it.
-        bits: name of a way to the significant bits of its coarsest format.
-        remarks: name of a way to what else is to be said of it, a sentence.
-        reduced: the largest smaller size that fits, when nothing does at the size asked for.
-        answer: one line.
-        fits: whether something stays within the limit.
-        peak_bytes: of what was chosen; 0 when nothing fits.
-        reserved_bytes: of what was chosen, as in its row.
-        host_bytes: weights that wait in host memory; 0 if they wait in files.
-        host_limit_bytes: what they may take; 0 on a CPU.
-        seconds: estimated for the run; None when the device's speed is not known.
-        command: what makes that run, or one of the smaller size; "" when nothing fits.
-        download_bytes: files of a model on the Hub that are not on this computer yet.
-        decisions: the precision of each component or call, of the chosen way to compute, with its reasons;
-            without exponents.
+        precision: name of the chosen precision plan; "" if nothing fits.
+        flag: the `--precision` that selects it.
+        bits: precision plan → significant bits of its coarsest format.
+        remarks: precision plan → further remark, in a sentence.
+        reduced: the largest smaller size that fits, if nothing does at the requested size.
+        answer: the result in one line.
+        fits: whether any strategy stays within the limit.
+        peak_bytes: of the choice; 0 if nothing fits.
+        host_bytes: weights offloaded to host memory; 0 if they're read from files.
+        host_limit_bytes: limit for these weights; 0 on a CPU.
+        seconds: estimated run time; None if the device's speed is unknown.
+        command: for that run, or for one of the smaller size; "" if nothing fits.
+        download_bytes: files of a model on the Hub that aren't on this computer yet.
+        decisions: the precision of each component or call in the chosen plan, with reasons and without
+            exponents.
+        reserved_bytes: of the choice, as in its row.
     """
 
     source: str
@@ -163,10 +162,11 @@ class MemoryForecast(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Accumulation(Displayed):
-    """How torch sums inside products while a component is called.
+    """PyTorch's accumulation mode during a component's calls.
 
     Attributes:
-        fp16_accumulation: products of fp16 matrices may be summed in fp16; None leaves torch's switch.
+        fp16_accumulation: whether products of fp16 matrices may be accumulated in fp16; None leaves
+            PyTorch's switch.
     """
 
     fp16_accumulation: bool | None = None
@@ -177,19 +177,19 @@ class ComponentPlan(Displayed):
     """How one component runs, or one call of it, and why.
 
     Attributes:
-        component: name in the pipeline: `transformer`, `vae`; a call of it, `vae.decode`; or, as a repair,
-            a module in it, `transformer:blocks.1.ff`.
-        class_name: class of its module; "" if nothing rests on that.
-        weights: sha256 over names, shapes and samples of its values, equal in fp32 and as stored.
-        precision: `fp16`, `bf16`, `fp32`, or `as loaded` for what is left alone.
-        scaling: its exponents, what stays in fp32, and what they rest on; in force in fp16. None casts the
-            component as if it had been loaded so.
-        calls: how many calls were measured.
-        accumulation: switches of torch during its calls; None leaves them as they are.
-        reasons: whole sentences.
-        stored: format of most of its weights on disk; None when unknown.
-        kept_fp32: parts that stay in fp32.
-        code: functions on it that were not its classes' own.
+        component: name in the pipeline (`transformer`, `vae`); one of its calls (`vae.decode`); or, for a
+            repair, a module in it (`transformer:blocks.1.ff`).
+        class_name: class of its module; "" if the entry holds for any class.
+        weights: SHA-256 over names, shapes and samples of its weights, the same in fp32 and as stored.
+        precision: `fp16`, `bf16`, `fp32`, or `as loaded` for a component that is left alone.
+        scaling: its exponents, modules in fp32, and the evidence for them; used in fp16 only. None casts
+            the component as if it had been loaded in the precision.
+        calls: number of measured calls.
+        accumulation: PyTorch's accumulation mode during its calls; None leaves it.
+        reasons: sentences.
+        stored: format of most of its weights on disk; None if unknown.
+        kept_fp32: modules that stay in fp32.
+        code: functions on it that weren't its classes' own.
     """
 
     component: str
@@ -206,7 +206,7 @@ class ComponentPlan(Displayed):
 
     @property
     def in_force(self) -> Scaling:
-        """The exponents in force; empty for a format other than fp16."""
+        """The scaling in use; empty for a format other than fp16."""
         return (self.scaling if self.precision == "fp16" else None) or Scaling()
 
     @property
@@ -217,22 +217,22 @@ class ComponentPlan(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Plan(Displayed):
-    """How a checkpoint runs: the precision of each component, with exponents or without; also a file.
+    """How a checkpoint runs: the precision of each component, with or without exponents; also a file.
 
     Attributes:
-        source: the model as it was named; the class of the pipeline when it was made in memory.
-        fingerprint: sha256 over the checkpoint's files; empty for a pipeline in memory, and where nothing
-            rests on the weights.
-        pipeline: class of the pipeline that was measured.
-        precision: what was asked for.
-        versions: of the packages that the classes come from.
-        components: one entry for each component with weights, or for each call of it.
-        device: where it was measured.
-        elapsed_s: seconds that it took.
-        seal: sha256 over everything else but `chosen` and `memory`; it shows that a file was edited.
-        chosen: what reasons call it: `plan.json`; `an automatic plan, because fp16 was requested`.
-        memory: where the weights of a run are and at which size it runs; None places all of them on the
-            device. It belongs to one run on one device, so files have none.
+        source: the model as the user named it; the pipeline's class for a model in memory.
+        fingerprint: SHA-256 over the checkpoint's files; empty for a pipeline in memory, and for a plan
+            that holds for any weights.
+        pipeline: class of the pipeline.
+        precision: the requested one.
+        versions: of the packages that define the classes.
+        components: one entry for each component with weights, or for each of its calls.
+        device: on which they were measured.
+        elapsed_s: seconds that making the plan took.
+        seal: SHA-256 over all other fields except `chosen` and `memory`; it shows if a file was edited.
+        chosen: name for messages, such as `plan.json` or `an automatic plan, because fp16 was requested`.
+        memory: memory limit and strategy of a run; None places all weights on the device. It belongs to one
+            run on one device, so files don't contain it.
     """
 
     source: str
@@ -251,12 +251,12 @@ class Plan(Displayed):
 
     @property
     def is_bare(self) -> bool:
-        """Whether it holds precisions alone, and so applies to any weights."""
+        """Whether the plan has precisions but no exponents, so that it holds for any weights."""
         rests_on = self.seal or self.fingerprint or any(x.class_name for x in self.components)
         return not rests_on
 
     def summarise(self) -> Summary:
-        """Summarise each component in a row, with the reasons below."""
+        """Return a table with a row for each component, and the reasons below."""
         headings = ("component", "runs in", "tensors", "exponents", "fp32 modules", "headroom")
         rows = tuple(map(_describe_entry, self.components))
         notes = ((entry.component, " ".join(entry.reasons)) for entry in self.components)
@@ -278,25 +278,24 @@ def _describe_entry(entry: ComponentPlan) -> tuple[str, ...]:
 
 @dataclass(frozen=True, repr=False)
 class ConvertedComponent(Displayed):
-    """What a conversion wrote for one component.
+    """The result of a conversion for one component.
 
     Attributes:
-        component: name in the pipeline: `transformer`, `vae`.
-        precision: `fp16`, or `as stored` for what was left as it was; `as stored, with its plan` where the
-            configuration carries that.
-        folded: tensors that were multiplied by powers of two.
-        solved_anew: True when the exponents are not the plan's, because a file cannot hold those.
-        fields: what was written into its configuration.
-        eps_left: eps that no configuration reaches: place to the exponent it should have.
-        effect: relative L2 error that this makes in the component's output, in fp32; 0.0 for bit for
-            bit the same.
-        calls: calls that the effect was measured on; 0 when nothing is left.
-        kept_fp32: parts that plain libraries hold in fp32 once loaded, by their class.
-        reasons: whole sentences.
-        signatures: kinds of calls that the powers of two were found for.
+        component: name in the pipeline, such as `transformer` or `vae`.
+        precision: `fp16`; `as stored` for unchanged weights; `as stored, with its plan` if the config
+            contains the plan.
+        folded: number of tensors that were multiplied by powers of two.
+        solved_anew: whether exponents other than the plan's were found, which a file can represent.
+        fields: fields that were written into its config.
+        eps_left: eps that no config field sets: path → exponent that it should have.
+        effect: relative L2 error in the component's fp32 output due to these eps; 0.0 if bit-identical.
+        calls: number of calls that the effect was measured on; 0 if no eps is left.
+        kept_fp32: modules that plain libraries keep in fp32 once loaded, by their class.
+        reasons: sentences.
+        signatures: kinds of calls that the exponents were found for.
         not_for: arguments that none of these calls has.
-        values: activations in fp16.
-        unproven: how many of them no bound keeps in range; nothing watches these without Stopdown.
+        values: number of activations in fp16.
+        unproven: how many of these no bound keeps in range; nothing watches them without Stopdown.
     """
 
     component: str
@@ -317,18 +316,18 @@ class ConvertedComponent(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Conversion(Displayed):
-    """What a conversion wrote, for programs that know nothing of plans.
+    """The result of a conversion, which writes weights for programs that don't know plans.
 
     Attributes:
-        source: the model as it was named.
+        source: the model as the user named it.
         output: the folder or file.
         plan: seal of the plan.
         components: one entry for each component with weights.
-        load: how plain Diffusers loads it, as Python.
-        unread: tensors of a single file that Diffusers does not read; they were copied.
+        load: Python code with which plain Diffusers loads it.
+        unread: tensors of a single file that Diffusers doesn't read; they were copied.
         elapsed_s: seconds that it took.
-        files: what was written into the folder besides this record, by path: bytes. Only a folder
-            that holds these and nothing else is replaced by a later conversion.
+        files: path → bytes of each file in the folder except this record. A later conversion replaces only
+            a folder with exactly these files.
         version: of Stopdown.
     """
 
@@ -346,7 +345,7 @@ class Conversion(Displayed):
 
 
 def group_components(named: Iterable[tuple[str, _Key]]) -> list[tuple[str, _Key]]:
-    """Return each value once, after the names of the components that have it, joined by commas."""
+    """Group equal values: return each once, with the names of its components joined by commas."""
     grouped: dict[_Key, list[str]] = {}
     for component, value in named:
         grouped.setdefault(value, []).append(component)

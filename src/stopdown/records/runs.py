@@ -1,4 +1,4 @@
-"""What happened in a run: calls, repairs, maxima, stages and faults."""
+"""Records of runs: calls, repairs, activation maxima, times and faults."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from stopdown.records.plans import (
 
 @dataclass(frozen=True, repr=False)
 class CallSummary(Displayed):
-    """All calls of one component in one run.
+    """Statistics of all calls of one component in one run.
 
     Attributes:
-        component: `transformer`, `vae.decode`.
-        stage: `encode`, `denoise` or `decode`; `call` where nothing is known of it.
-        calls: how often it was called.
+        component: name of the call, such as `transformer` or `vae.decode`.
+        stage: `encode`, `denoise` or `decode`; `call` if unknown.
+        calls: number of calls.
         elapsed_s: seconds in those calls.
-        precisions: formats that its floating parameters really had, most of them first.
-        non_finite: calls whose output held NaN or Inf.
-        headroom_bits: least between what it returned in fp16 and fp16's maximum; None without fp16.
+        precisions: formats that its floating parameters really had, the most frequent first.
+        non_finite: number of calls whose output contained NaN or Inf.
+        headroom_bits: smallest log2(65504 / output) of its fp16 outputs; None without any.
     """
 
     component: str
@@ -57,21 +57,21 @@ class CallSummary(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Repair(Displayed):
-    """What was done about one fault.
+    """The response to one fault.
 
     Attributes:
-        component: whose call gave it: `transformer`, `vae.decode`; or `pipeline`, whose result it was.
-        module_path: where it began: `transformer:blocks.1.ff`; the component when that is unknown.
+        component: call with the fault, such as `transformer` or `vae.decode`; `pipeline` for its result.
+        module_path: where the fault began, such as `transformer:blocks.1.ff`; the component if unknown.
         kind: `range`, `clamped`, `undefined`, `kernel`, `written`, `weight`, `input`, `intermittent`,
             `dtypes`, `signature`, `unknown`.
         step: of the run, from 0; None outside of denoising.
-        evidence: what was seen, in whole sentences.
+        evidence: the observation, in sentences.
         action: `rescaled`, `fp32-module`, `bf16`, `fp32`, `cast-inputs`, `replayed`, `none`.
-        reason: why this one.
-        tried: what was tried before and did not do, each with why.
-        replays: how often the call was run again, the instrumented replay aside.
-        elapsed_s: seconds that all of it took.
-        verdict: what happened, in one sentence for people; "" where only the output is known.
+        reason: for the action.
+        tried: earlier attempts that failed, each with the reason.
+        replays: number of repeated calls, without the instrumented replay.
+        elapsed_s: seconds in all.
+        verdict: the fault in one sentence for people; "" if only the output is known.
     """
 
     component: str
@@ -89,15 +89,15 @@ class Repair(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class JournalUse(Displayed):
-    """What the journal of a run was good for.
+    """Statistics on the journal of a run, which stores outputs of calls.
 
     Attributes:
-        folder: where it is.
-        answered: calls that were answered from it.
-        written: calls that were made and written to it.
+        folder: of the journal.
+        answered: number of calls whose outputs were read from it.
+        written: number of calls whose outputs were written to it.
         bytes: its size.
-        notes: why it ended early or was made anew, in whole sentences.
-        components: those whose calls were answered from it, and how many.
+        notes: why it ended early or was restarted, in sentences.
+        components: component → number of calls whose outputs were read from it.
     """
 
     folder: str
@@ -108,7 +108,7 @@ class JournalUse(Displayed):
     components: Mapping[str, int] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """Describe the answered and written calls by component, and the remarks."""
+        """Describe the calls that were read from the journal and written to it, and the notes."""
         known, made = (f"{n} call{'s' * (n != 1)}" for n in (self.answered, self.written))
         whose = ", ".join(f"{count} of {name}" for name, count in self.components.items())
         known += f" ({whose})" * bool(whose)
@@ -122,11 +122,11 @@ class BlockMaximum(Displayed):
     """The largest magnitude that one block of a component returned in one step.
 
     Attributes:
-        component: `transformer`, `vae.decode`.
-        path: of the block in it: `transformer_blocks.7`.
+        component: name of the call, such as `transformer` or `vae.decode`.
+        path: of the block, such as `transformer_blocks.7`.
         step: of the run, from 0; None outside of denoising.
-        precision: format of what it returned: `fp16`.
-        amax: over all calls of that step; None when it was not finite.
+        precision: format of its output, such as `fp16`.
+        amax: largest magnitude over all calls of that step; None if it wasn't finite.
     """
 
     component: str
@@ -138,21 +138,21 @@ class BlockMaximum(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class GuardRecord(Displayed):
-    """What a guard saw and did so far.
+    """The observations and repairs of a guard so far.
 
     Attributes:
         pipeline: class of the pipeline, or of another program; "" for calls without one.
-        calls: what each component did.
+        calls: statistics of each component's calls.
         repairs: one for each fault, in order.
-        host_reads: how often a value was read from the device by the watch.
+        host_reads: number of reads of device values by the guard's checks.
         unwatched: what could not be watched, each with the reason.
         own_s: seconds spent in Stopdown's own code around the calls, repairs included.
-        maxima: largest magnitudes by block and step; empty unless they were asked for.
-        journal: what the journal was good for; None without one.
-        reused: repairs of an earlier guard that were in force from the start.
-        uncertified: inputs beyond the limits of the plan's certificate: which calls it does not cover.
-        findings: frames that the pipeline returned black, grey, frozen or as noise; empty where
-            someone else looks at them.
+        maxima: largest magnitudes by block and step; empty unless requested.
+        journal: statistics on the journal; None without one.
+        reused: repairs of an earlier guard that were applied from the start.
+        uncertified: for each input beyond the limits of the plan's certificate, the calls it doesn't cover.
+        findings: black, grey, frozen or noisy frames that the pipeline returned; empty if the caller checks
+            frames itself.
     """
 
     pipeline: str
@@ -172,19 +172,19 @@ class GuardRecord(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class ScriptRecord(Displayed):
-    """What a script did with its pipelines and modules under the guard.
+    """The calls and repairs of a script that ran under the guard.
 
     Attributes:
         script: its path, or the name of its module.
-        arguments: what it was given.
+        arguments: of the script.
         exit_code: of the script itself.
         runs: one for each call of a pipeline, in order.
-        findings: what should be looked at in what the pipelines returned.
-        remarks: what was done otherwise than the script says, and what could not be guarded.
-        unrepaired: True when a fault stayed, or ended a call.
+        findings: problems in the pipelines' outputs.
+        remarks: deviations from the script's requests, and what could not be guarded.
+        unrepaired: whether a fault stayed, or ended a call.
         elapsed_s: seconds in all.
-        modules: the calls of modules that it made without a pipeline; None for none.
-        processes: that it started with `multiprocessing`; what they call is not counted here.
+        modules: calls of modules outside of pipelines; None without any.
+        processes: number of processes that it started with `multiprocessing`; their calls aren't counted.
     """
 
     script: str
@@ -203,29 +203,30 @@ class ScriptRecord(Displayed):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class RunRecord(GuardRecord):
-    """What one run really did: what its guard saw and did, and what it was asked for and left behind.
+    """The record of one run: that of its guard, with request, machine, decisions, times and output.
 
     Attributes:
-        source: the model as it was named.
-        fingerprint: sha256 over its safetensors headers, empty for a pipeline in memory.
+        source: the model as the user named it.
+        fingerprint: SHA-256 over its safetensors headers; empty for a pipeline in memory.
         request: the options of the run, as given.
-        device: where it ran: `cuda:0 (Tesla V100-SXM2-16GB)`.
-        device_reason: why there.
+        device: such as `cuda:0 (Tesla V100-SXM2-16GB)`.
+        device_reason: why it was chosen.
         machine: versions and hardware.
-        decisions: how each component call ran, with the reason; without exponents.
-        stages_s: seconds by stage: load, encode, denoise, decode, repair, other, write.
-        peak_bytes: highest memory during the run; how it was read is in `peak_source`.
-        output: path of the result, None when there is none.
+        decisions: how each component call ran, with reasons and without exponents.
+        stages_s: stage (load, encode, denoise, decode, repair, other, write) → seconds.
+        peak_bytes: highest memory during the run.
+        peak_source: how that was measured.
+        output: path of the result; None without one.
         elapsed_s: seconds in all.
-        updated_plan: file of the plan that the repairs were written into; None when it was left.
-        strategy: how it stayed within `--memory`, at its end; "" when no limit was asked for.
-        steps_down: calls that ran out of memory, and what they were run again with.
-        item: hash of what determines an item of a batch; "" outside of one.
-        plan: seal of the plan that an item of a batch was made by; "" without one.
-        preview: a few small frames of an item of a batch, WebP in base64; "" outside of one.
-        memory: how it was to stay within the device's memory, and what was predicted; None without a limit.
-        forecast: what was shown before its weights were downloaded; None where they were here.
-        sound: length, channels and samples per second of the sound that was made; "" without any.
+        updated_plan: plan file that the repairs were written into; None if it wasn't changed.
+        strategy: memory strategy at the end of the run; "" without a limit.
+        steps_down: calls that ran out of memory, and the strategies with which they were run again.
+        item: hash of the inputs of a batch's item; "" outside of a batch.
+        plan: seal of the plan of a batch's item; "" without one.
+        preview: a few small frames of a batch's item, WebP in base64; "" outside of a batch.
+        memory: the memory plan with its prediction; None without a limit.
+        forecast: shown before the weights were downloaded; None if they were here already.
+        sound: length, channels and sample rate of generated sound; "" without any.
     """
 
     source: str
@@ -252,7 +253,7 @@ class RunRecord(GuardRecord):
     kind: str = "run"
 
     def summarise(self) -> Summary:
-        """Summarise a run as the card that `generate` prints."""
+        """Return the summary that `generate` prints as a card."""
         headings = ("component", "stored", "ran in", "calls", "seconds", "NaN/Inf")
         stored = {decision.component: decision.stored or "?" for decision in self.decisions}
         rows = tuple(
@@ -286,7 +287,7 @@ class RunRecord(GuardRecord):
         return f"repaired {', '.join(names)}; the result is not affected."
 
     def list_reasons(self) -> list[tuple[str, str]]:
-        """List each reason once, after the components it applies to."""
+        """List each reason once, with the components that it applies to."""
         called = {call.component for call in self.calls}
         return group_components(
             (x.component, x.reason) for x in self.decisions if x.component in called
@@ -302,7 +303,7 @@ class RunRecord(GuardRecord):
         return [*costs, ("sound", self.sound)] if self.sound else costs
 
     def list_limits(self) -> list[str]:
-        """Describe the memory strategy and the calls repeated for lack of memory; empty without a limit."""
+        """Describe the memory strategy and the calls that ran out of memory; empty without a limit."""
         if not self.strategy:
             return []
         limit = self.request.get("memory") or "auto"
