@@ -1,10 +1,10 @@
-"""What is noted inside a component while a call of it runs: bounds of modules that clamp, of blocks.
+"""Activation ranges recorded by hooks inside a component's call: of clamping modules and of blocks.
 
-Each note is two scalars on the device (the smallest and the largest value of an output); all notes
-of a call are read with the transfer that reads the output's own bounds. Blocks are the members of a
-component's outermost `ModuleList`s: `transformer_blocks.7`, `encoder.block.3`, `down_blocks.0`.
+Each note is two scalars on the device, the smallest and the largest value of a tensor. All notes of a call
+are read in the same transfer as the output's own range. Blocks are the members of a component's outermost
+`ModuleList`s: `transformer_blocks.7`, `encoder.block.3`, `down_blocks.0`.
 
-Not covered: modules inside compiled code, where hooks would not run: they are named.
+Not covered: modules inside compiled code, where hooks would not run.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ Bounds = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass
 class Notes(threading.local):
-    """What the modules of one component noted during its call, for each thread that makes one.
+    """The activation ranges recorded during a component's call, separately for each thread.
+
+    A range is the smallest and the largest value, as two scalars on the device.
 
     Attributes:
-        clamping: path of a module that clamps at fp16's maximum, and the bounds of its output; `tanh()`
-            and what says whether that operation hid something (`hidden_values`).
-        meant: operations that hide what is to be hidden.
-        blocks: path and dtype of a block's output, and its bounds.
-        inputs: name of an argument, the limit up to which a plan's bounds hold for it, and its bounds.
-        oversizes: size of each argument that is longer, higher or wider than a plan's bounds hold for, and
-            the sizes that they hold for, in words.
+        clamping: path and output range of each module that clamps at fp16's maximum; for an operation such
+            as `tanh()`, a range that is infinite or large if it hid a value (`hidden_values`).
+        meant: operations whose hidden values are no fault, so that they aren't recorded.
+        blocks: path, dtype and output range of each block.
+        inputs: name of each argument, the limit up to which a plan's bounds hold for it, and its range.
+        oversizes: argument → its size and the sizes that a plan's bounds hold for, in words, for each
+            argument that exceeds them.
     """
 
     clamping: list[tuple[str, Bounds]] = field(default_factory=list)
@@ -62,19 +64,19 @@ class Notes(threading.local):
 
     @property
     def bounds(self) -> list[Bounds]:
-        """The bounds of the modules that clamp, then of the blocks, then of the inputs."""
+        """The ranges of the clamping modules, then of the blocks, then of the inputs."""
         seen = [seen for _, seen in self.clamping]
         return [*seen, *(seen for *_, seen in self.blocks), *(seen for *_, seen in self.inputs)]
 
     def note_hidden(self, operation: str, given: torch.Tensor) -> None:
-        """Note the bounds of an operation's input, whose infinite values it may hide; nothing is read."""
+        """Record the range of an operation's input, whose infinities it may hide, without a host read."""
         if f"{operation}()" not in self.meant and is_readable(given):
             self.clamping.append((f"{operation}()", _bound(given)))
 
     def note_inputs(
         self, limits: Mapping[str, float], given: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
-        """Note the bounds of floating arguments, with the limit of those that have one; nothing is read."""
+        """Record the ranges of floating arguments, with their limits if any, without a host read."""
         for name, tensor in given:
             is_limited = name in limits and not tensor.is_complex() and has_values(tensor)
             if is_limited or is_readable(tensor):
@@ -82,9 +84,9 @@ class Notes(threading.local):
 
 
 def put_sensors(module: torch.nn.Module, notes: Notes, patches: Patches, *, maxima: bool) -> None:
-    """Note the bounds of fp16 outputs of clamping modules, and of blocks on request.
+    """Hook clamping modules, and blocks on request, to record the ranges of their outputs in `notes`.
 
-    Compiled modules are left alone.
+    Compiled modules are left out.
     """
     compiled = find_compiled(module)
     for path in find_clamping(module):
@@ -140,18 +142,19 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 CLAMPED_FROM = FP16.largest - 1000
-"""A value of this magnitude at the output of a module that clamps was beyond it: T5's own bound."""
+"""An output of a clamping module with at least this magnitude was clamped; the value is T5's bound."""
 
 _CLAMP = re.compile(r"\b(clamp|clip|nan_to_num)_?\(")
 _END = re.compile(r"\bfinfo\b|\b(?:64[5-9]\d\d|65[0-4]\d\d|6550[0-4])(?:\.\d*)?\b|\b6\.5e\+?4\b")
-"""How code writes fp16's maximum: `finfo`, 65504, 65000.0, 6.5e4; from 64500 to 65504."""
+"""Notations of fp16's maximum in code: `finfo`, or a number from 64500 to 65504, also as 6.5e4."""
 
 
 def find_clamping(component: torch.nn.Module) -> tuple[str, ...]:
     """Find the paths of the modules that clamp at fp16's maximum, by the source of their `forward`.
 
-    T5 turns Inf into 64504 and goes on; CogView3-Plus, Flux and Qwen-Image clip to 65504. A `clamp`, `clip`
-    or `nan_to_num` beside that number or `finfo` shows it, unless it is in a function that `forward` calls.
+    T5 replaces Inf by 64504; CogView3-Plus, Flux and Qwen-Image clip to 65504. A module counts if its
+    source has a `clamp`, `clip` or `nan_to_num` and such a number or `finfo`. Functions that `forward`
+    calls aren't searched.
     """
     kinds: set[Any] = {type(part) for part in list_modules(component)}
     if keeps_clamps(type(component).__name__) or not any(map(_clamps, kinds)):

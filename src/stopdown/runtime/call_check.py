@@ -1,15 +1,15 @@
-"""Check one call: whether what a component returned, and what it was given, is finite.
+"""Check of one component call: whether its output and its arguments are finite.
 
-Of each output the smallest and the largest value are found on the device and read once; NaN and Inf
-travel, so the output of a call is the only cut that is needed to know that they exist. Where the authors
-of a class clamp its values at fp16's maximum (T5, CogView3-Plus, Flux), the outputs of those
-modules are bounded as well, because a clamp hides an overflow; they are read with the same transfer, and
-so are the arguments, and those of every block where that is asked for (`activation_maxima`).
+The smallest and the largest value of each output are computed on the device and read at once. NaN and Inf
+propagate, so checking the output is enough to detect them. If the authors of a class clamp its activations
+at fp16's maximum (T5, CogView3-Plus, Flux), the outputs of those modules are checked as well, because a
+clamp hides an overflow. Their ranges are read in the same transfer, and so are those of the arguments and,
+on request, of every block (`activation_maxima`).
 
-**Catches** NaN and +-Inf in any floating tensor or array that a component returns, and in tensors it is
-called with; in fp16, values that a clamp at the maximum changed.
+**Catches** NaN and ±Inf in any floating tensor or array that a component returns or receives; in fp16,
+values that a clamp at the maximum changed.
 **Does not catch** values that a softmax inside the component made finite, or a result that is finite and
-wrong for another reason; the finished frames are looked at by `frame_faults`.
+wrong for another reason; `frame_faults` checks the finished frames.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from stopdown.runtime.activation_maxima import CLAMPED_FROM, Notes
 
 @dataclass(frozen=True)
 class CallCheck:
-    """What one call showed.
+    """The result of checking one call.
 
     Attributes:
-        is_finite: no value that it returned is NaN or Inf.
-        clamped: modules that clamped what was not finite, and operations that hid it
-            (`tanh()`) where the result is finite.
-        inputs: arguments that were not finite; a mask may hold -Inf.
-        is_seen: it returned tensors that could be looked at.
-        maxima: path, dtype and largest magnitude of each block's output; NaN and Inf are infinite.
-        limited: name, limit and largest magnitude of each argument that has a limit.
-        headroom_bits: least between a finite output in fp16 and fp16's maximum; None without one.
-        beside: operations that hid something where the result shows something else that is not finite.
+        is_finite: whether no returned value is NaN or Inf.
+        clamped: paths of modules that clamped an overflow, and if the output is finite, operations that
+            hid one (`tanh()`).
+        inputs: names of arguments with NaN or Inf; -Inf is allowed in masks.
+        is_seen: whether the output contained tensors that could be checked.
+        host_reads: number of reads of device values.
+        maxima: path, dtype and largest magnitude of each block's output; Inf for NaN and Inf.
+        limited: name, limit and largest magnitude of each argument with a limit.
+        headroom_bits: log2(65504 / largest magnitude) of the finite fp16 outputs; None without any.
+        beside: if the output isn't finite, operations that hid values as well.
     """
 
     is_finite: bool = True
@@ -59,12 +60,12 @@ class CallCheck:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether the only findings are operations that made finite values of Inf."""
+        """Whether the only findings are operations that turned Inf into finite values."""
         return self.is_finite and bool(self.clamped) and all(map(is_operation, self.clamped))
 
 
 def is_operation(path: str) -> bool:
-    """Return whether a path names an operation and not a module."""
+    """Return whether an entry of `CallCheck.clamped` names an operation (`tanh()`), not a module."""
     return path.endswith("()")
 
 
@@ -72,7 +73,7 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
     """Check the values of a call's output and arguments.
 
     Args:
-        notes: the bounds of its modules and arguments; they are forgotten.
+        notes: the recorded ranges of its modules and arguments; they are cleared.
 
     Cost: two operations, one for each note, and one host read.
     """
@@ -113,9 +114,9 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
 
 
 def list_readable(output: Any) -> list[torch.Tensor]:
-    """List the floating values in a call's output as readable tensors.
+    """List the floating values in a call's output as real, readable tensors.
 
-    Parts of complex tensors and arrays are among them; numbers if there is nothing else.
+    Complex tensors and NumPy arrays are included; Python floats only if there is nothing else.
     """
     found = list[torch.Tensor]()
     for leaf in iterate_leaves(output, (torch.Tensor, np.ndarray)):
@@ -133,7 +134,7 @@ def list_readable(output: Any) -> list[torch.Tensor]:
 
 
 def is_opaque(output: Any) -> bool:
-    """Return whether an output holds an unreadable part: a generator, a function, a sparse tensor."""
+    """Return whether an output has a part that can't be checked: a generator, function, sparse tensor."""
     plain = (torch.Tensor, np.ndarray, bool, int, float, str, bytes, type(None))
     if isinstance(output, torch.Tensor):
         return output.layout is not torch.strided

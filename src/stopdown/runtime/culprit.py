@@ -1,14 +1,14 @@
-"""Name the culprit: one call run again with every operation looked at.
+"""Search for the operation that caused NaN or Inf: the call is run again with every operation inspected.
 
-The culprit is the operation whose inputs are finite and whose output is not. It is found by walking
-back from the output of the call, so that an Inf on the way that does no harm (a mask's, before a
-softmax) is not blamed. An operation in 16 bits is then computed once more in fp32: when that is
-finite, its range was too small, and how large it gets is known.
+The culprit is the operation whose inputs are finite and whose output isn't. It is found by tracing back
+from the call's output, so that a harmless Inf (a mask's, before a softmax) isn't blamed. An operation in
+16 bits is then computed once more in fp32: if the result is finite, the 16-bit range was too small, and
+the size of the result is known.
 
-**Catches** any operation that PyTorch dispatches, in any module, in place or not, views and all;
-weights that are not finite; arguments that were bad before the call; faults behind a clamp.
-**Does not catch** what happens inside a fused kernel (it is named as a whole) or inside compiled
-code (the module is named), and faults that do not come again: the replay says that it saw none.
+**Catches** any operation that PyTorch dispatches, in any module, also in place and on views; weights that
+aren't finite; arguments that were bad before the call; faults behind a clamp.
+**Does not catch** faults inside a fused kernel (it is named as a whole) or inside compiled code (the
+module is named), and faults that don't recur: the result is then `intermittent`.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ _SENTINEL = -FP16.largest
 
 @dataclass(frozen=True)
 class Culprit:
-    """Where a fault began.
+    """The origin of a fault.
 
     Attributes:
-        kind: `range` (16 bits were too few), `clamped` (the same behind a clamp), `undefined`
-            (no precision makes it finite), `kernel` (the format holds the value, and this device's
-            kernel does not give it), `written` (the code wrote it), `weight`, `input`, `unknown`, or
-            `intermittent` when the replay was clean.
+        kind: `range` (16 bits overflow), `clamped` (the same behind a clamp), `undefined` (not finite in
+            any precision), `kernel` (the format can represent the result, but the device's kernel
+            doesn't return it), `written` (the code wrote it), `weight`, `input`, `unknown`, or
+            `intermittent` if the replay was finite.
         path: of the innermost module around it; of the parameter for a weight.
-        operation: `linear`, `mul`…; empty when there is none.
-        operands: largest finite magnitude of each floating operand, with dtype and shape.
-        reached: what it reaches in fp32; NaN when that is unknown.
-        around: the modules that it happened in, innermost first, without those that do no more
-            than hand its value on: in fp32 these would give what still does not fit.
+        operation: such as `linear` or `mul`; empty if there is none.
+        dtype: of the operation's result.
+        operands: dtype, shape and largest magnitude of each floating operand, in words.
+        reached: magnitude of the result in fp32; NaN if unknown.
+        around: the modules that it happened in, innermost first, without those that return the
+            overflowing value itself: in fp32, their output would still not fit.
     """
 
     kind: str
@@ -77,7 +78,11 @@ class Culprit:
         return f"its result is {reached}, and {self.dtype} ends at {ends}"
 
     def describe(self, component: str) -> str:
-        """Describe the beginning of a fault in whole sentences."""
+        """Describe the origin of a fault in sentences.
+
+        Args:
+            component: name of the call, for the module's path.
+        """
         module_path = name_module_path(component, self.path)
         if self.kind == "intermittent":
             return "The same call gave finite values when it was run again: a race, or memory."
@@ -103,7 +108,7 @@ class Culprit:
 
 
 def word_size(value: float) -> str:
-    """Write a number for people, exact up to five digits and rounded to three beyond: `113,000`."""
+    """Format a magnitude for people: exact up to five digits, else rounded to three, such as `113,000`."""
     if value >= 1e9:
         return f"{value:.3g}"
     return f"{value if value < 1e5 else float(f'{value:.3g}'):,.0f}"
@@ -111,7 +116,7 @@ def word_size(value: float) -> str:
 
 @dataclass
 class _Event:
-    """One operation that gave something that is not finite."""
+    """One operation with a result that isn't finite, and the earlier ones that caused it."""
 
     index: int
     path: str
@@ -131,9 +136,14 @@ def find_culprit(
     call: Callable[[], Any],
     arguments: Mapping[str, Any],
 ) -> tuple[Culprit, Any]:
-    """Find the place where a call goes wrong; return it with the call's output.
+    """Run a call again and find the origin of the NaN or Inf in its output; return both.
 
-    Cost: the call once, with one pass and one host read for each operation.
+    Args:
+        module: the component.
+        call: makes the call.
+        arguments: of the call by name, to recognise faulty ones.
+
+    Cost: one run of the call, with one pass and one host read for each operation.
     """
     load_compiler()
     with Patches() as patches:
@@ -146,12 +156,12 @@ def find_culprit(
 def find_origins(
     module: torch.nn.Module, call: Callable[[], Any], arguments: Mapping[str, Any]
 ) -> tuple[frozenset[str], Any]:
-    """Find the kinds of the values that are not finite in a call's output; return them with the output.
+    """Run a call again and classify the origins of all NaN and Inf in its output; return both.
 
-    Kinds are those of `Culprit`, `mask`, and `overflow` for a value that a wider format than its own
-    would hold.
+    The kinds are those of `Culprit`, `mask`, and `overflow` for a value that a wider format could
+    represent.
 
-    Cost: as `find_culprit`; a copy of what an operation overwrites.
+    Cost: as `find_culprit`, and copies of the tensors that operations overwrite.
     """
     with Patches() as patches:
         tracer = _Tracer(module, arguments, patches, is_exact=True)
@@ -161,7 +171,7 @@ def find_origins(
 
 
 class _Tracer(TorchDispatchMode):
-    """Looks at what every operation gives, and remembers who made what is not finite."""
+    """A dispatch mode that checks every operation's result, and records which one made each NaN or Inf."""
 
     def __init__(
         self,
@@ -173,7 +183,7 @@ class _Tracer(TorchDispatchMode):
     ) -> None:
         """
         Args:
-            is_exact: distinguish an overflow in fp32 from a result without a finite value.
+            is_exact: distinguish an overflow in fp32 from a result that isn't finite in any precision.
         """
         super().__init__()
         self.count, self._is_exact = 0, is_exact
@@ -204,7 +214,7 @@ class _Tracer(TorchDispatchMode):
         return result
 
     def list_kinds(self, output: Any) -> frozenset[str]:
-        """List the kinds of the operations where the values that are not finite in an output begin."""
+        """List the kinds of the operations at which the NaN and Inf in an output originate."""
         left = [self._find_maker(x) for x in _floats(output) if not _is_finite(x)]
         seen, kinds = set[int](), set[str]()
         while left:
@@ -218,13 +228,13 @@ class _Tracer(TorchDispatchMode):
         return frozenset(kinds)
 
     def note_returned(self, path: str, output: Any) -> None:
-        """Note a module as one that handed on the values of its output that are not finite."""
+        """Record that a module returned values that aren't finite."""
         for tensor in _floats(output):
             if tensor in self._made:
                 self._made[tensor].returned_by.add(path)
 
     def conclude(self, output: Any) -> Culprit:
-        """Trace the call's output, or a clamp on the way, back to its culprit."""
+        """Trace NaN or Inf in the call's output, or else behind a clamp, back to the culprit."""
         bad = [x for x in _floats(output) if not _is_finite(x)]
         if bad:
             return _trace_back(self._find_maker(bad[0]), "")
@@ -289,7 +299,10 @@ class _Tracer(TorchDispatchMode):
         return event
 
     def _find_maker(self, tensor: torch.Tensor) -> _Event:
-        """Find the maker of a bad tensor: an operation, one that wrote into the same memory, or none."""
+        """Return the operation that made a tensor with NaN or Inf, or last wrote to its memory.
+
+        For a weight, an argument or an unknown tensor, return an event without an operation.
+        """
         if tensor in self._made:
             return self._made[tensor]
         named = self._names.get(tensor)
@@ -323,7 +336,12 @@ def _trace_back(event: _Event, kind: str) -> Culprit:
 
 
 def _weigh(func: Any, args: Any, kwargs: Any, bad: torch.Tensor, masked: bool) -> tuple[str, float]:
-    """Return the kind of an operation's fault with finite operands, and its largest result in fp32."""
+    """Classify the fault of an operation with finite operands; return its kind and its magnitude in fp32.
+
+    Args:
+        bad: the result.
+        masked: whether an operand is a mask with -Inf.
+    """
     if any(not math.isfinite(x) for x in _numbers(args, kwargs)):
         return "written", math.nan
     if func._schema.is_mutable or masked:  # its operands are gone, or belong to a mask
@@ -345,7 +363,7 @@ def _weigh(func: Any, args: Any, kwargs: Any, bad: torch.Tensor, masked: bool) -
 
 
 _GROWING = ("exp", "exp2", "expm1", "sinh", "cosh", "prod", "cumprod")
-"""What passes every format's largest value for finite operands, and is infinite for none of them."""
+"""Functions that can exceed every format's maximum although their result is finite for finite operands."""
 
 
 def _tell_overflow(func: Any, operation: str, args: Any, kwargs: Any, result: Any) -> str:
@@ -375,7 +393,7 @@ def _tell_overflow(func: Any, operation: str, args: Any, kwargs: Any, result: An
 
 
 def _widen(tree: Any, place: torch.device | None) -> Any:
-    """Cast 16-bit operands to fp32, and move them to another device if one is given."""
+    """Cast 16-bit operands in nested arguments to fp32, and move them to another device if one is given."""
 
     def widen(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
@@ -394,9 +412,10 @@ def _describe_operands(inputs: list[torch.Tensor]) -> Iterator[str]:
 
 
 def _floats(tree: Any) -> list[torch.Tensor]:
-    """List the floating tensors, except those of 8 bits, which only store weights and cannot be compared.
+    """List the floating tensors in nested values that can be checked.
 
-    Those without values are left out too: waiting weights are put on `meta` in the middle of a call.
+    8-bit tensors are left out, because they only store weights and can't be compared. So are tensors on
+    `meta`: other libraries put offloaded weights there in the middle of a call.
     """
     found = [x for x in iterate_tensors(tree) if x.is_floating_point() and x.numel()]
     found = [x for x in found if not x.is_meta]
@@ -409,12 +428,12 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _is_only_low(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds no NaN and no Inf; -Inf is allowed."""
+    """Return whether a tensor contains no NaN and no +Inf; -Inf is allowed."""
     return not bool((torch.isnan(tensor) | torch.isposinf(tensor)).any())
 
 
 def _has_sentinel(args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> bool:
-    """Return whether -Inf may be a mask's: it, or the lowest value of a format, is among the operands."""
+    """Return whether -Inf may be a mask's, because -Inf or a format's minimum is among the operands."""
     if any(x <= _SENTINEL for x in _numbers(args, kwargs)):
         return True
     lows = [float(x.min()) for x in inputs]

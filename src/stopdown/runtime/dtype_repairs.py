@@ -1,10 +1,10 @@
-"""Answer a call that refuses operands of two dtypes: cast what reaches its layers, run the call again.
+"""Repair of calls that fail on operands of different dtypes: cast the inputs of layers, and repeat them.
 
-**Catches** linears, convolutions, layer and group norms that get another floating dtype than their
-weight has.
-**Does not catch** products of two values of different dtypes, compiled code, calls that compute gradients,
-calls of several processes, and calls that write into their arguments, into a cache or into
-their module, which cannot be made again. The error is then the program's own, with a note.
+**Catches** linears, convolutions, layer and group norms that receive another floating dtype than their
+weight's.
+**Does not catch** products of two activations of different dtypes, compiled code, calls that compute
+gradients, calls of several processes, and calls that write into their arguments, a cache or their module,
+which can't be repeated. The program's own error is then raised, with a note.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from stopdown.runtime.repairs import cast_inputs, is_cast_of_inputs
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a known fact to the end of a traceback; a second call does nothing."""
+    """Add a note of Stopdown's to an error's traceback, once for each text."""
     note = f"Stopdown: {text}"
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
 
 def describe_refusal(error: Exception, component: str, module: torch.nn.Module) -> str:
-    """Describe the module that refused its operands, the innermost of the traceback, and a fix."""
+    """Describe the innermost module that failed on operands of different dtypes, and how to fix it."""
     names = {id(part): (path, part) for path, part in module.named_modules()}
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     path, part = ([names[id(x)] for x in running if id(x) in names] or [("", module)])[-1]
@@ -57,9 +57,11 @@ def describe_refusal(error: Exception, component: str, module: torch.nn.Module) 
 
 
 def repair_refusal(fault: Fault, error: Exception) -> tuple[object, Repair | None] | None:
-    """Repeat a refused call with casts in front of its layers; return None if none helps.
+    """Repeat a call that failed on mixed dtypes, with casts of its layers' inputs.
 
-    If another thread put the casts on meanwhile, the output comes without a repair.
+    Returns:
+        The output and the repair, which is None if another thread has added the casts in the meantime; None
+        if no casts help.
     """
     begun, guarded = time.perf_counter(), fault.guarded
     state, latest, module = guarded.state, guarded.latest, guarded.module
@@ -91,9 +93,9 @@ def repair_refusal(fault: Fault, error: Exception) -> tuple[object, Repair | Non
 
 
 def _find_operands(repeat: Callable[[], object], module: torch.nn.Module, given: Any) -> Operands:
-    """Find the casts that give a call's operands one dtype.
+    """Find the casts with which each operation of a call has operands of one dtype, by repeating the call.
 
-    There are none if a repeat of the call changes its inputs or the module.
+    If the repeat changes its arguments or the module, restore their tensors and return no casts.
     """
     tensors = [*module.buffers(), *iterate_tensors(given)]
     values = [x.clone() for x in tensors]
@@ -108,7 +110,7 @@ def _find_operands(repeat: Callable[[], object], module: torch.nn.Module, given:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether an argument keeps nothing between calls, unlike a cache."""
+    """Return whether an argument holds no state between calls, unlike a cache."""
     kinds = (
         torch.Tensor,
         torch.Generator,
@@ -124,7 +126,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _mark(module: torch.nn.Module, given: Any) -> list[tuple[object, ...]]:
-    """List marks that change when a call writes: of tensors, attributes of modules, sizes of containers."""
+    """List marks that change if a call writes to tensors, module attributes or containers."""
     tensors = [*module.buffers(), *iterate_tensors(given)]
     marks: list[tuple[object, ...]] = [(id(x), count_writes(x)) for x in tensors]
     for part in module.modules():
@@ -137,7 +139,7 @@ def _mark(module: torch.nn.Module, given: Any) -> list[tuple[object, ...]]:
 
 
 def _measure(value: object) -> object:
-    """Return the lengths of nested containers."""
+    """Return the structure of nested containers as nested tuples, with 0 for other values."""
     if isinstance(value, Mapping):
         return tuple(map(_measure, value.values()))
     return tuple(map(_measure, value)) if isinstance(value, list | tuple | deque) else 0

@@ -1,14 +1,14 @@
-"""Answer a fault: name the culprit, repair the component, run the same call again.
+"""Response to a fault: find the culprit, repair the component, run the same call again.
 
-The call is run once more, looked at operation by operation (`culprit`); a rule says what to try
-(`repair_order`); it is put on the component (`repairs`), and the very same call, with the same arguments
-and random numbers, is run again. What that gave in fp16 is held against the same call in fp32 and in bf16:
-the pipeline goes on with it if it is no further off than bf16's, else the next remedy is tried.
+The call is run again with every operation inspected (`culprit`). Rules decide which remedies to try
+(`repair_order`); each is applied to the component (`repairs`), and the same call, with the same arguments
+and random numbers, is repeated. A result in fp16 is compared with the same call in fp32 and in bf16: it
+is accepted if its error is no larger than bf16's, else the next remedy is tried.
 
-**Catches** whatever the check of a call found; repairs that make finite values and wrong ones.
-**Does not catch** what is wrong and finite after a repair that could not be compared: of calls that draw
-random numbers, and of components whose weights wait elsewhere or do not fit in fp32. A call that wrote to
-its arguments is not made again: its fault ends the run.
+**Catches** all faults that the check of a call finds; repairs whose results are finite but wrong.
+**Does not catch** wrong finite results of a repair that can't be compared: of calls that draw random
+numbers, and of components whose weights are offloaded or don't fit in fp32. A call that wrote to its
+arguments can't be repeated: its fault ends the run.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ from stopdown.scaling import CallWatch
 from stopdown.scaling_records import describe_least
 
 LARGE = 10**8
-"""Parameters from which on looking for a repair takes long enough to be announced."""
+"""Least number of parameters for which a search for a repair is announced, because it takes long."""
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """What a call that failed gives with all weights in fp32.
+    """The fp32 result of a call that failed, to compare repairs with.
 
     Attributes:
-        output: in fp32; None where it is not known.
-        bf16_error: of the same call in bf16 against it; None where that does not run.
+        output: with all weights in fp32; None if unknown.
+        bf16_error: error of the same call in bf16 against it; None if that doesn't run.
     """
 
     output: Any = None
     bf16_error: float | None = None
 
     def describe_excess(self, output: Any) -> str:
-        """Return how far another output is off if bf16's is nearer; "" if not, or nothing is known."""
+        """Describe the error of another output if it's larger than bf16's; return "" if not, or unknown."""
         if self.output is None:
             return ""
         return describe_excess(measure_error(output, self.output), self.bf16_error)
@@ -76,10 +76,15 @@ class _Reference:
 
 @dataclass
 class _Case:
-    """One fault while it is worked on; `before` is what was in force on the component.
+    """The state of the search for a repair of one fault.
 
     Attributes:
-        meant: what the call gives in fp32, if that is not finite either and meant; known if `is_compared`.
+        begun: start of the search, by `time.perf_counter`.
+        before: repairs that were applied to the component when the fault occurred.
+        tried: attempts that failed, with reasons.
+        is_rescaled: whether exponents were found at least once.
+        is_compared: whether `meant` was determined.
+        meant: the call's fp32 output, if it isn't finite either and the model intends that; else None.
     """
 
     fault: Fault
@@ -101,12 +106,12 @@ _NARROWED = (
 
 
 class FaultHandler:
-    """What is done at a fault."""
+    """Decides and carries out the response to each fault."""
 
     def __init__(self, session: Session, find_origin: Callable[[], FaultOrigin]) -> None:
         """
         Args:
-            find_origin: finds where values came from that are not finite and that no component made.
+            find_origin: finds the origin of NaN and Inf that no component made.
         """
         self._session, self._find_origin = session, find_origin
         self._log, self._options = session.log, session.options
@@ -114,7 +119,7 @@ class FaultHandler:
 
     @property
     def _on_fault(self) -> OnFault:
-        """The requested action; one of several processes repairs nothing, because the others go on."""
+        """The action on a fault; no repair with several processes, because the others continue."""
         asked = self._options.on_fault
         alone: OnFault = "warn" if self._hands_back else "raise"
         return alone if asked == "repair" and count_processes() > 1 else asked
@@ -124,7 +129,7 @@ class FaultHandler:
         return self._options.names_culprit and count_processes() == 1
 
     def answer(self, fault: Fault) -> Any:
-        """Return the output to go on with after a fault."""
+        """Respond to a fault, and return the output with which the program continues."""
         try:
             return self._answer(fault)
         except ReplacedError:
@@ -152,7 +157,7 @@ class FaultHandler:
             return self._decide(fault)
 
     def answer_refusal(self, fault: Fault, error: Exception) -> Any:
-        """Return the output of a call that stopped because operands had different dtypes."""
+        """Repair a call that failed on operands of different dtypes; return its output or raise `error`."""
         repaired = None
         if self._on_fault == "repair" and not fault.is_tracked:
             with find_lock(fault.guarded.module).changing():
@@ -228,7 +233,7 @@ class FaultHandler:
             fault.guarded.record_as_right()
 
     def _look_again(self, fault: Fault) -> Fault:
-        """Repeat the call after a repair that another thread made meanwhile."""
+        """Repeat the call with a repair that another thread has made meanwhile, and check it again."""
         guarded = fault.guarded
         guarded.latest.restore()
         watch = CallWatch.find(guarded.module)
@@ -238,16 +243,16 @@ class FaultHandler:
         return replace(fault, output=output, check=self._session.check(fault.guarded, output))
 
     def _begin_again(self, fault: Fault) -> NoReturn:
-        """Have a call made again as if it had not begun."""
+        """Restore the state before the call, and raise `ReplacedError` so that it's made again."""
         fault.guarded.latest.restore()
         raise ReplacedError
 
     def _is_meant(self, fault: Fault, output: Any, check: CallCheck) -> bool:
-        """Return whether a hidden overflow is no fault: the result is as near to fp32's as bf16's is.
+        """Return whether a hidden overflow is no fault: the result is as close to fp32's as bf16's.
 
-        `tanh` of an overflow is 1, which is right when the value itself would have given 1. Such operations
-        are not watched in the component any more, which is recorded. It is reported if the result cannot
-        be compared: weights that wait elsewhere are not cast as a whole.
+        For example, `tanh` of an overflow is 1, which is right if the true value gives 1. Such operations
+        aren't watched in the component from then on, which is recorded. If the result can't be compared
+        (offloaded weights aren't cast as a whole), that is reported.
         """
         if not check.is_hidden:
             return False
@@ -276,7 +281,7 @@ class FaultHandler:
         return True
 
     def _is_as_before(self, fault: Fault) -> bool:
-        """Return whether a call gave only values that calls compared with fp32 gave too."""
+        """Return whether NaN and Inf in an output are like those of earlier calls that matched fp32."""
         check, known = fault.check, find_meaning(fault.guarded.module)
         if fault.callee.stage not in MEANT_STAGES:  # it may be called by itself as well
             return False
@@ -288,9 +293,9 @@ class FaultHandler:
         return True
 
     def _is_as_in_fp32(self, case: _Case, output: Any) -> bool:
-        """Return whether values that are not finite are meant: fp32 has them too, and bf16 is no nearer.
+        """Return whether the model intends NaN and Inf in an output, because its fp32 output has them too.
 
-        It is reported once.
+        The rest of the output must be as close to fp32's as bf16's is. This is reported once.
         """
         fault = case.fault
         if fault.callee.stage not in MEANT_STAGES or fault.check.inputs:
@@ -319,7 +324,7 @@ class FaultHandler:
         return True
 
     def _find_meant(self, fault: Fault) -> Any:
-        """Return the call's output in fp32 if it is not finite either and its code means it; else None."""
+        """Return the call's output in fp32 if the model's code intends NaN or Inf in it, else None."""
         guarded, state = fault.guarded, fault.guarded.state
         before, named = state.applied, fault.call.named
         is_plain = not before and fault.precision == "fp32"
@@ -340,10 +345,10 @@ class FaultHandler:
         return output if kinds and kinds <= MEANT else None
 
     def _repeat_in(self, fault: Fault, precision: str, *, uncached: bool = False) -> Any:
-        """Run the same call with all weights in another precision.
+        """Repeat the call with all weights in another precision, and return its output.
 
         Args:
-            uncached: without what step caches kept, as a repaired call runs.
+            uncached: clear the step caches first, as for a repaired call.
         """
         state = fault.guarded.state
         before = state.applied
@@ -358,7 +363,7 @@ class FaultHandler:
             fault.guarded.state.notes.clear()
 
     def _pass_on(self, fault: Fault, begun: float) -> Any:
-        """Go on with a finite output of arguments that were not; reported once for each component."""
+        """Accept a finite output for arguments with NaN or Inf; report it once for each component."""
         if self._log.was_reported(fault.component, "inputs"):
             return fault.output
         self._log.mark_reported(fault.component, "inputs")
@@ -388,7 +393,7 @@ class FaultHandler:
         return self._give_up(case, "No repair gave a finite result.")
 
     def _give_up(self, case: _Case, why: str) -> Any:
-        """End the run, or return the model's output, with all effects of its call."""
+        """Raise the fault's error, or return the unrepaired model's output with all effects of its call."""
         fault = case.fault
         if not self._hands_back:
             error = self._make_error(case)
@@ -401,18 +406,18 @@ class FaultHandler:
         return fault.call.proceed()
 
     def _hand_back(self, fault: Fault) -> Any:
-        """Return the model's output of a call of an abandoned kind; note it once for each run."""
+        """Return the unrepaired output of a call whose repair was given up; record it once per run."""
         if not any(x.component == fault.component for x in self._log.of_this_run):
             self._record(_Case(fault, Culprit("unknown"), time.perf_counter()), "none", _AS_GIVEN)
         return fault.output
 
     def _has_written(self, fault: Fault) -> bool:
-        """Return whether the call wrote to its arguments: a repeat would begin with other values."""
+        """Return whether the call wrote to its arguments, so that it can't be repeated."""
         latest = fault.guarded.latest
         return latest.given is not None and latest.given.were_written
 
     def _attempt(self, case: _Case, remedy: Remedy) -> tuple[bool, Any]:
-        """Put a remedy on and run the call again; return whether it helped, and the output."""
+        """Apply a remedy and repeat the call; return whether the result is accepted, and the result."""
         name, output, told = remedy.recorded, None, ""
         is_narrow = remedy.action in ("rescaled", "fp32-module")
         repairs = case.before
@@ -447,7 +452,10 @@ class FaultHandler:
         return not told, output
 
     def _find_reference(self, fault: Fault) -> _Reference:
-        """Run the call in fp32 and in bf16; empty if it draws numbers or its weights cannot be cast."""
+        """Run the call in fp32 and in bf16, to compare repairs with.
+
+        The result is empty if the call draws random numbers, or its weights can't be cast.
+        """
         guarded = fault.guarded
         sources = find_random(
             guarded.find_device(self._session.pipe),
@@ -471,7 +479,11 @@ class FaultHandler:
         return _Reference(wide, bf16_error if math.isfinite(bf16_error) else None)
 
     def _find_repairs(self, case: _Case, remedy: Remedy) -> tuple[ComponentPlan, ...]:
-        """Find the repairs to put in force for a remedy."""
+        """Return the repairs to apply to the component for a remedy.
+
+        Raises:
+            ScalingError: there are none.
+        """
         fault, latest = case.fault, case.fault.guarded.latest
         state = fault.guarded.state
         state.put_on(case.before)
@@ -487,7 +499,7 @@ class FaultHandler:
     def _refuse_kept_state(self, fault: Fault) -> None:
         """Refuse exponents for a component whose results depend on its state between calls.
 
-        Cost: for a component that writes into its state, two calls in fp32.
+        Cost: for a component whose call changes its state, two calls in fp32.
         """
         guarded = fault.guarded
         if not guarded.latest.changed or vars(guarded.module).get(WAITING, False):
@@ -506,7 +518,7 @@ class FaultHandler:
             raise ScalingError(describe_kept(guarded.module, guarded.latest.changed))
 
     def _replay(self, case: _Case, repairs: tuple[ComponentPlan, ...]) -> Any:
-        """Repeat the call with these repairs in force."""
+        """Repeat the call with these repairs applied, and return its output."""
         guarded = case.fault.guarded
         guarded.state.put_on(repairs)
         guarded.latest.restore()
@@ -538,9 +550,9 @@ class FaultHandler:
         return f"{said} {self._describe_basis(case)}".rstrip()
 
     def _describe_basis(self, case: _Case) -> str:
-        """Describe the plan's basis for the culprit's module if no bound kept all values there in range.
+        """Describe what the plan rests on at the culprit's module, if not on bounds; else return "".
 
-        A replay sees one linear as several operations, so their names are not compared.
+        Operations aren't compared by name, because the replay sees one linear as several operations.
         """
         planned = self._session.planned.get(case.fault.guarded.callee.component_name)
         place = f":{case.culprit.path} ("
@@ -553,14 +565,17 @@ class FaultHandler:
         return f"No bound of the plan keeps all values there in range: they rested {basis}."
 
     def _describe_caller(self, case: _Case) -> str:
-        """Describe the component that was called with values that were not finite, and the result."""
+        """Describe a component that received NaN or Inf in an argument, and what it returned."""
         called = f"`{case.fault.component}` was called with it as {case.culprit.path}"
         if case.fault.check.is_good:
             return f"{called}, and gave finite values."
         return f"{called}: {name_fault(case.fault)}"
 
     def _find_narrowed(self, fault: Fault) -> str:
-        """Find the component that was repaired in this run and whose values its caller had cast to fp16."""
+        """Return the component whose output the pipeline cast to fp16 before its repair in this run, or "".
+
+        Its values then overflow in the arguments of the present call.
+        """
         repaired = {x.component for x in self._log.of_this_run if x.action == "rescaled"}
         states = self._session.components.values()
         wide = [x.name for x in states if x.returns_wide and x.name in repaired]
@@ -598,7 +613,7 @@ class FaultHandler:
         return error
 
     def _record(self, case: _Case, action: str, reason: str) -> None:
-        """Record the action at a fault."""
+        """Record a fault with the action and its reason."""
         fault, culprit = case.fault, case.culprit
         if culprit.kind == "input" and not self._find_narrowed(fault):
             origin = self._find_origin()
@@ -634,18 +649,18 @@ _AS_GIVEN = "The script gets it as the model gave it."
 
 
 def _may_be_meant(culprit: Culprit) -> bool:
-    """Return whether fp32 may give the same values: not if its result is known to be finite."""
+    """Return whether fp32 may return NaN or Inf as well, so that the model may intend them."""
     is_guess = culprit.kind == "range" and math.isnan(culprit.reached)  # in place
     return is_guess or culprit.kind in ("unknown", "written", "undefined")
 
 
 def _name_kind(fault: Fault) -> str:
-    """Return a signature of calls that one repair may help: kind of call, and whether inputs are finite."""
+    """Return a signature of calls that the same repair may help: kind, and whether inputs are finite."""
     return f"{'not ' if fault.check.inputs else ''}finite|{fault.call.key}"
 
 
 def _describe_remedy(remedy: Remedy, applied: tuple[ComponentPlan, ...]) -> str:
-    """Return the reason for a remedy; for a component without a graph, the note on its fp16 parts."""
+    """Return the reason for a remedy; for a component without a graph, the note on its fp16 modules."""
     found = [x.scaling for x in applied if x.precision == "fp16" and x.scaling is not None]
     if remedy.action == "rescaled" and found and not found[0].exponents and found[0].note:
         return found[0].note
@@ -653,5 +668,5 @@ def _describe_remedy(remedy: Remedy, applied: tuple[ComponentPlan, ...]) -> str:
 
 
 def _list_shapes(output: Any) -> str:
-    """List the sizes of every tensor of an output: 1x3x9x32x32."""
+    """List the shapes of an output's tensors in words, such as `1x3x9x32x32`."""
     return ", ".join("x".join(map(str, x.shape)) or "scalar" for x in iterate_tensors(output))

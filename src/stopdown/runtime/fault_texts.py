@@ -1,4 +1,4 @@
-"""Faults in words: what was found and where, what is known of it, and the fix."""
+"""Texts about faults: the finding and its place, its cause, and the remedy."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from stopdown.scaling import ComponentCall
 
 @dataclass(frozen=True)
 class Fault:
-    """One call whose output or arguments were not what they should be.
+    """A call with a fault in its output or its arguments.
 
     Attributes:
-        call: as the guard got it; it can be made again.
+        guarded: what the guard knows of the component call.
+        call: as the guard received it, so that it can be repeated.
+        output: of the call.
+        check: the result of checking the call.
         precision: of most of the component's weights.
         step: of the run, from 0; None outside of denoising.
-        place: ` at step 1 of 2`, in words.
-        reason: why the precision was chosen; "" if none was given.
-        is_tracked: gradients of the component's parameters are wanted.
+        place: in words, such as ` at step 1 of 2`.
+        reason: why the precision was chosen; "" if unknown.
+        is_tracked: whether the component is being trained.
     """
 
     guarded: Call
@@ -51,7 +54,7 @@ class Fault:
 
 
 def name_fault(fault: Fault) -> str:
-    """Name the finding and its place in one sentence."""
+    """Describe in one sentence which NaN, Inf or clamp was found, in which component and where."""
     place = f"{fault.place}, in {fault.precision}."
     if clamped := fault.check.clamped:
         begun = f"`{fault.component}` returned finite values although values inside it were not finite: "
@@ -76,7 +79,11 @@ _NAMES = {
 
 
 def word_overflow(component: str, overflow: str) -> str:
-    """Write `Overflow in the text encoder: its result is 113,000, and fp16 ends at 65,504.`, or ""."""
+    """Return a sentence such as `Overflow in the text encoder: its result is 113,000, …`, or "".
+
+    Args:
+        overflow: from `Culprit.overflow`; "" if there's none.
+    """
     return f"Overflow in {_NAMES.get(component, f'`{component}`')}: {overflow}." if overflow else ""
 
 
@@ -86,8 +93,9 @@ def make_fault_error(
     """Make the error that ends a run at a fault.
 
     Args:
-        found: further facts about the beginning of the fault, in whole sentences.
-        verdict: the event, for people; "" if only the output is known.
+        found: further facts about the origin of the fault, in sentences.
+        has_bf16: whether the device computes bf16 natively.
+        verdict: the fault in one sentence for people; "" if only the output is known.
     """
     precision = fault.precision
     inputs = [
@@ -105,7 +113,7 @@ def make_fault_error(
 
 
 def describe_counts(tensors: Iterable[torch.Tensor]) -> str:
-    """Count bad values of floating tensors: `3 NaN in 24 values`; "" if all are finite."""
+    """Count NaN and Inf in floating tensors, in words: `3 NaN in 24 values`; "" if all are finite."""
     floats = [x for x in tensors if x.is_floating_point()]
     nan, infinite = map(sum, zip((0, 0), *map(count_non_finite, floats), strict=True))
     total = sum(x.numel() for x in floats)
@@ -113,13 +121,13 @@ def describe_counts(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def name_counts(nan: int, infinite: int) -> str:
-    """Join counts as `3 NaN and 1 Inf`."""
+    """Join two counts in words, such as `3 NaN and 1 Inf`."""
     parts = [f"{count} {name}" for count, name in ((nan, "NaN"), (infinite, "Inf")) if count]
     return " and ".join(parts)
 
 
 def suggest_remedy(callee: Callee, precision: str, *, has_bf16: bool) -> str:
-    """Suggest a fix after a component returned NaN or Inf in a precision."""
+    """Suggest a remedy for a component that returned NaN or Inf in the given precision."""
     if precision == "fp32":
         return (
             "It already runs in fp32: its weights may be damaged, or an input may be out of "
@@ -134,7 +142,7 @@ def suggest_remedy(callee: Callee, precision: str, *, has_bf16: bool) -> str:
 
 
 def _describe_part(fault: Fault) -> str:
-    """Write ` (row 2 of 2, frame 3 of 5)`; "" if the fault is everywhere in its output."""
+    """Describe where in the output a fault is: ` (row 2 of 2, frame 3 of 5)`; "" if everywhere."""
     given = fault.call.named
     for tensor in iterate_tensors(fault.output):
         if tensor.is_floating_point() and bool((bad := ~torch.isfinite(tensor)).any()):
@@ -144,7 +152,7 @@ def _describe_part(fault: Fault) -> str:
 
 
 def _describe_inputs(inputs: list[torch.Tensor], precision: str) -> str:
-    """Describe the inputs: the count of bad values, or else the largest value."""
+    """Describe the inputs by their number of NaN and Inf, or else by their largest magnitude."""
     spoilt = sum(sum(count_non_finite(tensor)) for tensor in inputs)
     if spoilt:
         return f"Its inputs already held {spoilt} values that are not finite."
@@ -161,12 +169,12 @@ _MOST_RANGES = 4
 
 
 def name_axes(callee: Callee, shape: tuple[int, ...], arguments: dict[str, Any]) -> tuple[str, ...]:
-    """Name the unit of each dimension of a call's output; "" for channels, heights and widths.
+    """Name each dimension of a call's output: `row`, `frame` or `token`; "" for channels and sizes.
 
     Args:
-        shape: of the output. Five dimensions are a video: autoencoders have `[B, C, T, H, W]`,
-            denoisers that or `[B, T, C, H, W]`; the number of latent channels tells which.
-        arguments: of the call. An autoencoder that is given `num_frames` has frames for a batch.
+        shape: of the output. Five dimensions are a video, `[B, C, T, H, W]`; for a denoiser also
+            `[B, T, C, H, W]`, as the number of latent channels shows.
+        arguments: of the call. With `num_frames`, an autoencoder's batch dimension contains frames.
     """
     if len(shape) == 3:
         return ("row", "token", "")
@@ -187,11 +195,12 @@ def _has_frames_first(callee: Callee, shape: tuple[int, ...]) -> bool:
 
 
 def describe_place(bad: torch.Tensor, axes: tuple[str, ...]) -> str:
-    """Describe a place as `row 2 of 2, frames 3 to 5 of 9`, from 1; "" if the fault is everywhere.
+    """Describe where values are bad, such as `row 2 of 2, frames 3 to 5 of 9`; "" if everywhere.
 
     Args:
-        bad: boolean, of the shape of the output.
-        axes: from `name_axes`.
+        bad: boolean, of the output's shape.
+        axes: names of the dimensions, from `name_axes`.
+
 
     Cost: one pass and one host read for each named dimension.
     """
@@ -208,7 +217,7 @@ def _describe_axes(bad: torch.Tensor, axes: tuple[str, ...]) -> Iterator[str]:
 
 
 def _name_ranges(indices: list[int]) -> str:
-    """Write indices from 0 as `1, 3 to 5 and 8`; with many ranges, write the ends and the count."""
+    """Describe indices from 0 as `1, 3 to 5 and 8`; for many ranges, the ends and the count."""
     ranges: list[list[int]] = []
     for index in indices:
         if ranges and index == ranges[-1][1] + 1:

@@ -1,18 +1,17 @@
-"""`guard`: watch the component calls of a program, and repair what goes wrong there.
+"""`guard`: watch the component calls of a program, repair faulty ones and run them again.
 
-A guard is one `Session` whose listeners lie around each component call: one keeps what the component is
-really called with, for a replay; the other checks what came out (`call_check`) and has a fault answered
-(`fault_handler`). The repair stays until the guard is removed, which leaves the program as it was, to the
-last bit. A pipeline's scheduler never sees the fault. What leaves the pipeline is looked at as well
-(`run_check`).
+A guard is one `Session` with two listeners around each component call: one records the component's actual
+arguments for a replay; the other checks the output (`call_check`) and has faults repaired
+(`fault_handler`). Repairs stay until the guard is removed, which restores the program to the last bit. A
+pipeline's scheduler never receives the fault. The pipeline's output is checked as well (`run_check`).
+
 
 **Catches** NaN and Inf in what a component returns or is given and in what the pipeline returns, from
 any cause; fp16 clamps that were hit; frames that are black, grey, frozen or noise.
-**Does not catch** arguments that a component changed in place before it failed. Calls that another
-thread began before the guard was put on. Faults outside of the
-components (in the scheduler, in the pipeline's own arithmetic) are named, not repaired. Components
-whose parameters' gradients are wanted are left alone, which is reported once: in training mode their calls,
-in eval mode their faults.
+**Does not catch** arguments that a component changed in place before it failed; calls that another thread
+began before the guard was put on. Faults outside of the components (in the scheduler, in the pipeline's
+own arithmetic) are named, not repaired. Components that are being trained are left alone, which is reported
+once: in training mode their calls, in eval mode their faults.
 """
 
 from __future__ import annotations
@@ -54,11 +53,11 @@ LEFT_ON: weakref.WeakSet[Guard] = weakref.WeakSet()
 
 
 class Guard(SameInCopies):
-    """What `guard` puts on a program; a context manager, and a handle with `record` and `remove`.
+    """The handle that `guard` returns, with `record` and `remove`; also a context manager.
 
     Attributes:
         session: the component calls, and what is known of each.
-        plan: what the program stands under.
+        plan: the plan that is applied to the program; None without one.
     """
 
     def __init__(self, pipe: Any, options: GuardOptions | None = None) -> None:
@@ -72,7 +71,7 @@ class Guard(SameInCopies):
 
     @property
     def pipe(self) -> Any:
-        """The program: a pipeline, a module, a dict of them, an object that holds modules."""
+        """The guarded program: a pipeline, a module, a dict of these, or an object with modules."""
         return self.session.pipe
 
     @property
@@ -84,10 +83,10 @@ class Guard(SameInCopies):
         return self._runs.run(call)
 
     def check_frames(self, output: Any) -> None:
-        """Report black, grey, frozen and noisy pictures, and sound that is wrong.
+        """Report black, grey, frozen and noisy pictures, and faulty sound.
 
         Args:
-            output: what a pipeline returned; or a tuple of pictures `[B, H, W, 3]` in 0 to 1.
+            output: of a pipeline; or a tuple of pictures `[B, H, W, 3]` in 0 to 1.
         """
         self._runs.check_frames(output)
 
@@ -97,11 +96,11 @@ class Guard(SameInCopies):
         limits: Mapping[str, float],
         sizes: Mapping[str, Sequence[Size]] | None = None,
     ) -> None:
-        """Compare a component's arguments with the limits of a certificate, without its plan.
+        """Check a component's arguments against the limits of a certificate, without applying its plan.
 
         Args:
-            limits: `forward.hidden_states` to the magnitude up to which it holds.
-            sizes: the same to the sizes, without the batch.
+            limits: argument, as `forward.hidden_states` → largest magnitude for which the bounds hold.
+            sizes: argument → sizes for which they hold, without the batch.
         """
         before = self.session.planned.get(component, Scaling())
         known = {name: tuple(x) for name, x in (sizes or {}).items()}
@@ -109,7 +108,8 @@ class Guard(SameInCopies):
         self.session.planned[component] = limited
 
     def put_on(self) -> Guard:
-        """Intercept the component calls; the guard itself comes back.
+        """Intercept the component calls, and return the guard itself.
+
 
         Raises:
             PlanError: the plan does not belong to this pipeline. Nothing was changed.
@@ -167,7 +167,7 @@ class Guard(SameInCopies):
         return journal
 
     def _stand_under_plan(self) -> Plan | None:
-        """Find the entries of plans that are on the components, and the plan that they are of."""
+        """Find the plan entries that are applied to the components, and return their plan."""
         own = () if self._applied is None else self._applied.entries.values()
         there = map(find_applied, find_components(self.pipe).values())
         found = list(dict.fromkeys([*own, *filter(None, there)]))
@@ -176,7 +176,7 @@ class Guard(SameInCopies):
         return self.options.plan or join_plans([x.plan for x in found])
 
     def _reuse(self) -> None:
-        """Put on the repairs that an earlier guard of the same components found."""
+        """Apply the cached repairs that an earlier guard of the same components found."""
         cache = self.options.repair_cache
         if cache is None:
             return
@@ -192,7 +192,7 @@ class Guard(SameInCopies):
         )
 
     def remove(self) -> None:
-        """Leave the pipeline as it was, to the last bit. A second call does nothing."""
+        """Remove the guard and restore the program to the last bit. A second call does nothing."""
         LEFT_ON.discard(self)
         if self._applied is not None:
             self._applied.end()
@@ -202,7 +202,7 @@ class Guard(SameInCopies):
                 cache.keep(state, applied)
 
     def give_way(self, options: GuardOptions) -> Guard:
-        """Put another guard in the place of this one, which comes back when that is removed."""
+        """Replace this guard by another one with these options; it returns when that is removed."""
         self.remove()
         other = Guard(self.pipe, dataclasses.replace(options, decisions=self.options.decisions))
 
@@ -247,7 +247,7 @@ class Guard(SameInCopies):
 
     @property
     def is_on(self) -> bool:
-        """Whether it was put on and not removed."""
+        """Whether the guard is active: put on and not removed."""
         return self in LEFT_ON
 
     @property
@@ -256,7 +256,7 @@ class Guard(SameInCopies):
         return self.session.log.repairs
 
     def updated_plan(self) -> Plan | None:
-        """Return the plan with the repairs in it, sealed; None if there is no plan, or no repair."""
+        """Return the plan updated with the repairs, with a new seal; None without a plan or repairs."""
         states = self.session.components.values()
         if self.plan is None or not any(x.is_planned_anew for x in states):
             return None
@@ -292,40 +292,39 @@ def guard(
 ) -> Guard:
     """Guard every component call of a program until the guard is removed.
 
-    A run without a fault gives the same bits as without a guard.
+    A run without a fault returns the same bits as without a guard.
 
     Args:
         pipe: a Diffusers pipeline; or a module, a dict of modules and methods (`{"unet": module,
-            "vae.decode": (vae, "decode")}`), or an object that holds modules, whose attributes are
-            walked. Of these a component is each call that no other module's call encloses, and its
-            name is the attribute path.
-        plan: a `Plan`, or the path of its file: put on the pipeline for as long as the guard is.
-        on_fault: `repair`: repair the component, run the call again, go on. `raise`: stop with what
-            is known. `warn`: say it once and go on with the bad value.
-        observer: told of each finished call.
-        announce: told of each repair once; None warns with `StopdownWarning`.
-        journal: folder, or open journal, for the outputs of calls: after a kill the same program
-            goes on where it stopped. Its bound is `journal.LIMIT_BYTES`; remove the folder when the
-            run is done.
-        maxima: note the largest magnitude of each block at each step, for `.record.maxima`.
-        frames: report black, grey, frozen and noisy frames in what the pipeline returns.
+            "vae.decode": (vae, "decode")}`), or an object that contains modules, whose attributes are
+            walked. In programs other than pipelines, each outermost module call is guarded, and the
+            attribute path is its name.
+        plan: a `Plan`, or the path of its file: applied to the pipeline as long as the guard is active.
+        on_fault: `repair`: repair the component, run the call again, continue. `raise`: stop with an
+            error. `warn`: warn once and continue with the faulty output.
+        observer: called after each call with component, stage, finished steps and all steps.
+        announce: called with a text, once for each kind of repair; None warns with `StopdownWarning`.
+        journal: folder, or open journal, for the outputs of calls: if the program is killed and started
+            again, it continues there. Its limit is `journal.LIMIT_BYTES`; remove the folder after the run.
+        maxima: record the largest magnitude of each block at each step, for `.record.maxima`.
+        frames: report black, grey, frozen and noisy frames in the pipeline's output.
 
     Returns:
         A context manager and handle: `.record`, `.repairs`, `.remove()`, and `.updated_plan()` for the
-        plan with the repairs in it.
+        plan updated with the repairs.
 
     Raises:
         OptionError: `on_fault` is none of the three.
-        PlanError: the plan does not belong to this pipeline.
-        InputError: the journal belongs to another run, or is in use; the program holds no module; it
-            holds a part of what another guard is on, or the reverse.
-        NonFiniteError: out of the pipeline's call, when a fault is not repaired.
+        PlanError: the plan doesn't belong to this pipeline.
+        InputError: the journal belongs to another run, or is in use; the program contains no module; it
+            contains a part of another guard's component, or the reverse.
+        NonFiniteError: from the pipeline's call, if a fault isn't repaired.
 
-    Cost: per call of a component an operation for each floating argument, two for its outputs and
-        one host read; one operation more for each module that clamps at fp16's maximum, and with
-        `maxima` for each output of a block. Per call of the pipeline a pass over its result, and one
-        host read for tensors. After a fault an instrumented replay, and one run of the call for each
-        repair that is tried.
+    Cost: per call of a component, one operation for each floating argument, two for its outputs and one
+        host read; one more operation for each module that clamps at fp16's maximum, and with `maxima` for
+        each block's output. Per call of the pipeline, a pass over its result, and one host read for
+        tensors. After a fault, an instrumented replay, and one run of the call for each repair that is
+        tried.
     """
     check_function("guard(announce=...)", announce, "announce=print", 1)
     check_function("guard(observer=...)", observer, "observer=print", 4)
@@ -377,12 +376,14 @@ _NOT_BOUNDED = "Its bounds did not hold in a run, so it is no longer certified."
 def update_entry(
     entry: ComponentPlan, applied: tuple[ComponentPlan, ...], calls: int, reasons: Iterable[str]
 ) -> ComponentPlan:
-    """Return a plan's entry with the repairs in its place.
+    """Return a plan's entry updated with the repairs that a guard has applied.
 
-    Casts of inputs are no part of it, because they depend on a script.
+    Casts of inputs are left out, because they depend on a script.
 
     Args:
-        calls: the number of failing calls that new exponents rest on.
+        applied: the repairs.
+        calls: number of failed calls that new exponents rest on.
+        reasons: for the entry, in sentences.
     """
     found = bare = dataclasses.replace(entry, scaling=None, calls=0, reasons=())
     notes = tuple(reasons)
@@ -403,9 +404,9 @@ def update_entry(
 
 
 def _withdraw_claims(scaling: Scaling) -> Scaling:
-    """Withdraw the claims of bounds and trials for exponents that failed or are newer than these.
+    """Return a scaling without its bounds and trial, because its exponents failed or are newer.
 
-    The limits of the inputs stay: calls beyond them are still named.
+    The limits of the inputs stay, so that calls beyond them are still reported.
     """
     note = _NOT_BOUNDED if scaling.certified or scaling.bounded else scaling.range_note
     return dataclasses.replace(

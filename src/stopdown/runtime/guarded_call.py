@@ -1,4 +1,4 @@
-"""One component call under the guard: what it was called with, what was seen of it, what is counted."""
+"""`Call`: a component call under the guard, with its latest arguments and its statistics."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from stopdown.runtime.repairs import Component
 from stopdown.scaling import ComponentCall
 
 _SAMPLES = 64
-"""Values that are kept of a tensor whose writes PyTorch does not count."""
+"""Number of values that are copied of a tensor whose in-place writes PyTorch doesn't count."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class GivenTensors:
-    """The tensors that a call was given, as they were before it."""
+    """A snapshot of the tensors in a call's arguments, to detect in-place writes to them."""
 
     def __init__(self, call: ComponentCall) -> None:
         tensors = list(iterate_tensors((call.args, call.kwargs)))
@@ -44,9 +44,9 @@ class GivenTensors:
 
     @property
     def were_written(self) -> bool:
-        """Whether the arguments were written to since.
+        """Whether the arguments were written to since the snapshot.
 
-        Cost: a host read for each argument of inference mode.
+        Cost: a host read for each argument that was created in inference mode.
         """
         return any(count_writes(x) != version for x, version in self._versions) or not all(
             torch.equal(sample, _sample_bits(x)) for x, sample in self._samples
@@ -54,7 +54,7 @@ class GivenTensors:
 
 
 def _sample_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy up to `_SAMPLES` values of a tensor of any shape, as whole numbers of the same size."""
+    """Copy up to `_SAMPLES` values of a tensor, reinterpreted as integers of the same size."""
     flat = tensor.detach().reshape(-1)
     stride = max(1, math.ceil(flat.numel() / _SAMPLES))
     return flat.view(_BITS[flat.element_size()])[::stride].clone()
@@ -62,16 +62,17 @@ def _sample_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class LatestCall(threading.local):
-    """The call that each thread made last, as the component itself got it.
+    """Each thread's latest call of a component, with the state to repeat it.
 
     Attributes:
-        restores: of what it draws and changes.
-        applied: what was in force on the component.
-        given: what the guard got for it, once it is over.
-        kept: what the component keeps between calls, as it was before; None if it keeps nothing.
-        changed: names of what of it the call wrote.
-        held: what its caller's containers held before.
-        fills: it put tensors into them.
+        call: as the component itself received it.
+        restores: functions that restore random generators and step caches.
+        applied: plan entry and repairs that were applied to the component.
+        given: snapshot of the guard's arguments, once the call has ended.
+        kept: snapshot of the component's state before the call; None if calls don't change it.
+        changed: names of the state that the call changed.
+        held: snapshot of the caller's containers before the call.
+        fills: whether the call put tensors into them.
     """
 
     call: ComponentCall | None = None
@@ -99,7 +100,7 @@ class LatestCall(threading.local):
 
 @dataclass
 class Excess:
-    """An argument that was larger than a certificate allows; `limit` and `reached` are words."""
+    """Statistics of an argument beyond a certificate's limit; `limit` and `reached` are in words."""
 
     limit: str
     calls: int = 0
@@ -112,16 +113,20 @@ _NOTHING = CallSummary("", "", 0, 0.0, (), 0)
 
 @dataclass(eq=False)
 class Call:
-    """One component call under the guard.
+    """A component call under the guard.
 
     Attributes:
-        slot: the attribute that the call goes through.
-        device: what computes it; None before the first call.
-        summary: what was counted so far.
-        maxima: largest magnitudes by module path, step and format.
-        users: threads that make the call now, if its layers are put on for that.
-        unseen: calls whose output could not be looked at.
-        writes: it writes into what the component keeps between calls; None before the first one.
+        callee: its target.
+        state: its component, which other calls may share.
+        slot: name of the attribute that the call goes through.
+        device: that computes it; None before the first call.
+        latest: each thread's latest call.
+        summary: statistics so far.
+        excesses: (argument, `values` or `size`) → calls beyond the certificate's limits.
+        maxima: (module path, step, format) → largest magnitude.
+        users: number of threads that make the call now, if its layers exist only during calls.
+        unseen: number of calls whose output could not be checked.
+        writes: whether calls change the component's state; None before the first one.
     """
 
     callee: Callee
@@ -139,7 +144,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The name in records: `vae.decode`."""
+        """The call's name in records, such as `vae.decode`."""
         return self.callee.name
 
     @property
@@ -148,11 +153,11 @@ class Call:
 
     @property
     def precision(self) -> str:
-        """The precision of the autocast around it, or of most of its weights."""
+        """The precision that the component computes in: autocast's, else that of most of its weights."""
         return next(iter(self.summary.precisions), "fp32")
 
     def move_to(self, callee: Callee, state: Component, slot: str) -> None:
-        """Go on counting for another object in the component's place."""
+        """Move this call and its statistics to another module that has replaced the component."""
         self.patches.undo()
         if state is not self.state:
             self.writes = None
@@ -161,14 +166,14 @@ class Call:
         self.summary = replace(self.summary, component=callee.name, stage=callee.stage)
 
     def forget(self) -> None:
-        """Let go of the arguments of the latest call."""
+        """Drop the references to the latest call's arguments."""
         self.latest = LatestCall()
 
     def begin(self, call: ComponentCall, planned: Scaling) -> None:
-        """Record the arguments of a call without synchronising.
+        """Record the ranges and sizes of a call's arguments, without a device synchronisation.
 
         Args:
-            planned: its arguments' magnitudes and sizes are held against the limits there.
+            planned: has the limits that the arguments are compared with.
         """
         before = self.state.planned if self.latest.call is None else self.latest.applied
         if self.summary.precisions and before != self.state.applied:
@@ -190,27 +195,27 @@ class Call:
         }
 
     def _choose(self, limits: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose the limits of this call's arguments: of `encode.z`, `z` for `vae.encode`."""
+        """Return the limits of this call's method by argument: `encode.z` becomes `z` for `vae.encode`."""
         parts = [(key.partition("."), limit) for key, limit in limits.items()]
         return {name: x for (method, _, name), x in parts if method == self.callee.method}
 
     def record_cast(self) -> None:
-        """Put the formats of weights that were cast before those that they had."""
+        """Record the current formats of weights that were cast, ahead of the earlier formats."""
         if self.summary.precisions:
             self._record_precisions(*self.state.name_precisions())
 
     def record_own_precision(self, precision: str) -> None:
-        """Note the precision of the code's own autocast or casts, beside that of its weights."""
+        """Record the precision of the component's own autocast or casts, ahead of its weights' formats."""
         self._record_precisions(precision)
 
     def _record_precisions(self, *precisions: str) -> None:
-        """Record formats before those that are known."""
+        """Prepend formats to the recorded ones."""
         with find_lock(self.module).noting():
             found = tuple(dict.fromkeys((*precisions, *self.summary.precisions)))
             self.summary = replace(self.summary, precisions=found)
 
     def record(self, elapsed_s: float, check: CallCheck) -> None:
-        """Count one more call."""
+        """Add one call to the statistics."""
         with find_lock(self.module).noting():
             self.unseen += not check.is_seen
             one = replace(
@@ -223,24 +228,28 @@ class Call:
             self.summary = self.summary.add(one)
 
     def record_as_right(self) -> None:
-        """Count a call as right that was counted as one with a fault."""
+        """Subtract one faulty call from the statistics, because it was found to be right."""
         with find_lock(self.module).noting():
             self.summary = replace(self.summary, non_finite=self.summary.non_finite - 1)
 
     def record_maxima(self, step: int | None, check: CallCheck) -> None:
-        """Keep the largest magnitudes of its modules at a step."""
+        """Update the largest magnitude of each of the component's blocks at a step.
+
+        Args:
+            step: of the run, from 0; None outside of denoising.
+        """
         for path, dtype, amax in check.maxima:
             key = path, step, name_dtype(dtype)
             self.maxima[key] = max(self.maxima.get(key, 0.0), amax)
 
     def list_maxima(self) -> Iterator[BlockMaximum]:
-        """List the largest magnitude of each module at each step; None for NaN and Inf."""
+        """Yield the largest magnitude of each block at each step; None for NaN and Inf."""
         for (path, step, precision), amax in self.maxima.items():
             known = amax if amax < math.inf else None
             yield BlockMaximum(self.name, path, step, precision, known)
 
     def record_arguments(self, call: ComponentCall, pipe: Any) -> None:
-        """Keep a call for a replay, with the state that it draws from and changes."""
+        """Record a call for a replay, with the random generators and caches that it changes."""
         if not self.summary.precisions:
             # autocast around the call comes first; weights that are cast follow its arguments
             if casts_weights(self.module):
@@ -254,7 +263,7 @@ class Call:
         latest.restores = call.save(self.module, self.find_device(pipe))
 
     def record_writes(self) -> None:
-        """Note the finished call's writes to the component's state, until a call writes nothing."""
+        """Record which of the component's state the finished call changed; stop after a call without."""
         latest = self.latest
         latest.fills = latest.held is not None and latest.held.is_filled
         if latest.kept is not None:
@@ -263,7 +272,7 @@ class Call:
             latest.kept = latest.kept if latest.changed else None
 
     def find_device(self, pipe: Any) -> torch.device:
-        """Find the device that computes its calls; offloaded weights wait elsewhere until then."""
+        """Return the device that computes the calls, also for offloaded weights."""
         if self.device is None:
             weights = (x.device for x in self.module.parameters() if not x.is_meta)
             self.device = next(weights, torch.device("cpu"))
@@ -272,7 +281,7 @@ class Call:
         return self.device
 
     def record_excesses(self, check: CallCheck) -> Iterator[str]:
-        """Count the arguments that a certificate does not cover; yield a sentence for each new one."""
+        """Count arguments beyond the certificate's limits; yield a sentence at the first of each."""
         for name, limit, largest in check.limited:
             if largest <= limit:  # NaN is beyond every limit
                 continue
@@ -301,5 +310,5 @@ class Call:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it, or a part of it, runs as compiled code."""
+        """Whether the component or one of its modules runs as compiled code."""
         return is_compiled(self.callee.owner) or bool(find_compiled(self.module))
