@@ -1,18 +1,18 @@
-"""Operations that turn infinities into finite values, watched while a component runs.
+"""Detection of operations that turn infinities into finite values and so hide an overflow.
 
 An overflow in fp16 is Inf. `tanh`, `where(isfinite(x), x, 0)`, `nan_to_num`, a division by it, a cast to
-whole numbers and others make finite values of that, which are wrong and which no test of the output finds.
-So these functions of PyTorch are replaced during a guarded call; what enters them gives one flag
-each, which is read with the output's bounds. Where a mask's -Inf is usual (`where`, `clamp`) only +Inf is.
-In a component that computes in fp16, tensors in fp32 are looked at as well: what overflowed in an fp16
-product is Inf in fp32 behind a cast, a multiply of a plan, or in an fp32 residual stream.
+integers and others turn Inf into finite values, which are wrong and which a check of the output misses. So
+these functions of PyTorch are replaced during a guarded call: each yields one flag for its inputs, which is
+read along with the output's range. Where a mask's -Inf is usual (`where`, `clamp`), only +Inf counts. In a
+component that computes in fp16, tensors in fp32 are checked as well, because an overflow of an fp16 product
+may be Inf in fp32 after a cast, after a plan's multiply, or in an fp32 residual stream.
 
-**Catches** Inf that enters `FUNCTIONS`: functions of `torch`, methods of tensors, the operators `/`
-`//` `**` `<` `<=` `>` `>=`, `x[mask] = 0`, places of largest values (`argmax`, `topk`); NaN in those that
-do not hand it on (`where`, `nan_to_num`, `x > 0`), or that becomes a whole number or a number of 8 bits.
-**Does not catch** functions that code took from torch by name before (`from torch import tanh`), parts of
-fused operations (PyTorch's attention on a processor makes 0 of NaN in a query where there are few keys),
--Inf that enters `relu`, `exp`, `logaddexp` or `softmax`, and whatever compiled code does.
+**Catches** Inf in the inputs of `FUNCTIONS`: functions of `torch`, methods of tensors, the operators `/`
+`//` `**` `<` `<=` `>` `>=`, `x[mask] = 0`, indices of largest values (`argmax`, `topk`); NaN in the inputs
+of those that don't propagate it (`where`, `nan_to_num`, `x > 0`), or that is cast to integers or 8 bits.
+**Does not catch** functions that code has imported by name (`from torch import tanh`), parts of fused
+operations (PyTorch's attention on a CPU turns a NaN query into 0 where there are few keys), -Inf in the
+inputs of `relu`, `exp`, `logaddexp` or `softmax`, and compiled code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from stopdown.interception.tracing import is_traced
 from stopdown.runtime.activation_maxima import CLAMPED_FROM
 
 Note = Callable[[str, torch.Tensor], object]
-"""Given the name of an operation, and a tensor whose bounds say whether it hid something."""
+"""A function that receives an operation's name and a tensor that is infinite or large if it hid a value."""
 
 _FIRST, _BOTH, _SECOND = (0,), (0, 1), (1,)
 
@@ -57,14 +57,14 @@ FUNCTIONS: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("floor_divide", "__floordiv__"), _SECOND),
     "where": (0, 1, 2),
 }
-"""Names of functions and methods, with the positions of the arguments whose infinities they hide."""
+"""Function or method → positions of the arguments whose infinities it hides."""
 
 _ELSEWHERE = (
     *((functional, name, name) for name in ("hardtanh", "relu6", "hardsigmoid", "threshold")),
     *((functional, name, name) for name in ("elu", "selu", "celu", "softplus", "logsigmoid")),
     *((torch.special, "expit", "sigmoid"), (torch.special, "erf", "erf")),
 )
-"""Module, name there, and which of `FUNCTIONS` it is."""
+"""Other places of these functions: Python module, name there, and the name in `FUNCTIONS`."""
 
 _MASKED = (
     *("where", "clamp", "clip", "clamp_max", "minimum", "maximum", "nan_to_num"),
@@ -86,9 +86,9 @@ _NAN_TOO = (
     *("argmax", "argmin", "argsort", "sort", "topk", "bucketize"),
     *("gt", "lt", "ge", "le", "__gt__", "__lt__", "__ge__", "__le__"),
 )
-"""What gives something else than NaN for NaN."""
+"""Functions that don't return NaN for NaN."""
 _LEAST_BOUND = -1e4
-"""A bound below this is one for masks."""
+"""A clamp's limit below this value belongs to a mask."""
 
 
 class _Thread(threading.local):
@@ -103,10 +103,10 @@ _watchers = 0
 
 @contextlib.contextmanager
 def noting_hidden(note: Note, *, is_wide: bool = False) -> Iterator[None]:
-    """Call `note` for each hidden value of this thread in the block.
+    """Watch this thread's operations inside the block, and call `note` for each that may hide a value.
 
     Args:
-        is_wide: in any floating dtype, and not in fp16 alone.
+        is_wide: watch tensors of any floating dtype, not only fp16.
     """
     global _watchers
     with CHANGING:
@@ -126,10 +126,10 @@ def noting_hidden(note: Note, *, is_wide: bool = False) -> Iterator[None]:
 
 
 def load_compiler() -> None:
-    """Import PyTorch's compiler with its functions as they were: it keeps a table of those that it finds.
+    """Import PyTorch's compiler while no function is replaced, because it keeps a table of functions.
 
-    A mode that looks at each operation imports it, and a table of replaced functions breaks graphs of code
-    that is compiled later.
+    A dispatch mode imports the compiler, and a table with replaced functions breaks the graphs of code that
+    is compiled later.
     """
     with CHANGING:
         if "torch._dynamo" in sys.modules:
@@ -155,7 +155,7 @@ def _put_on() -> None:
 
 @functools.cache
 def _watch(original: Any, name: str) -> Any:
-    """Return a watched function that stays in place, so compiled code that calls it stays valid."""
+    """Wrap a function to watch its inputs; the wrapper is cached, so that compiled code stays valid."""
     positions, is_masked = FUNCTIONS[name], name in _MASKED
 
     @functools.wraps(original)
@@ -177,7 +177,7 @@ def _watch(original: Any, name: str) -> Any:
 
 
 def _hides(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operation makes finite values of infinite ones with these arguments."""
+    """Return whether an operation turns infinities into finite values with these arguments."""
     if name in _CASTS:
         given = (*args[1:], *kwargs.values())
         return not _WHOLE.isdisjoint(x for x in given if isinstance(x, torch.dtype))

@@ -1,15 +1,14 @@
-"""The journal of a run: outputs of calls as they come, so that a killed run goes on where it stopped.
+"""The journal of a run: outputs of calls on disk, so that a killed run can continue where it stopped.
 
-Outermost at each component call stands a layer that writes what the call gave: one safetensors file a call,
-written beside, synced and renamed, its name ending in the SHA-256 of its bytes. When the same run is
-started again, the pipeline begins anew, and each call that is in the journal is answered from it at
-once; its arguments must be the same bytes. No state of a scheduler has to be understood: it comes to
-be again. The numbers that a call drew are drawn from then on as after that call. A call that was
-repaired is run once more, so that its repair is in force for those that follow.
+The outermost layer at each component call writes the call's output to a safetensors file: atomically,
+with the SHA-256 of its bytes at the end of its name. When the same run is started again, the pipeline
+starts from the beginning, and the output of each call in the journal is read instead of computed, if its
+arguments have the same bytes. The scheduler's state needn't be stored, because its steps run again.
+Random generators are set to their states after the call. A repaired call is run again, so that its repair
+applies to later calls.
 
-Not covered: components that change their arguments in place, or that draw from NumPy's or
-Python's random numbers inside a call. Components that remember earlier calls (step caches) are refused
-when the journal is put on.
+Not covered: components that change their arguments in place, or that use NumPy's or Python's random
+generators inside a call. Components that cache earlier calls (step caches) are refused.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from stopdown.runtime.journal_values import (
 from stopdown.scaling import ComponentCall, Rank, intercept
 
 LIMIT_BYTES = 4 * 2**30
-"""Size at which a journal ends: fifty guided steps of CogVideoX-5B are an eighth of it."""
+"""Size at which a journal ends; 50 guided steps of CogVideoX-5B take an eighth of it."""
 
 _SCHEMA = 1
 _HEAD = "journal.json"
@@ -65,7 +64,7 @@ _ENTRY = re.compile(r"(\d{6})-[\w.]+\.([0-9a-f]{64})\.safetensors")
 
 @dataclass(frozen=True)
 class _Entry:
-    """What is beside the tensors of one call."""
+    """The metadata of one call's file, besides its tensors."""
 
     run: str
     call: str
@@ -76,7 +75,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Answer:
-    """One call as the journal has it."""
+    """A call's stored output, with the states of random generators after it (by index)."""
 
     output: Any
     random: dict[int, torch.Tensor]
@@ -84,15 +83,19 @@ class _Answer:
 
 
 class Journal:
-    """A folder with the calls of one run; also a context manager, which lets the folder go.
+    """A folder with the outputs of one run's calls; also a context manager, which releases the folder.
 
     Args:
-        folder: made when it is missing.
-        run: what tells the run apart, beyond the pipeline: prompt, seed, checkpoint. JSON values.
+        folder: created if missing, and locked for this process.
+        run: identifies the run beyond its pipeline: prompt, seed, checkpoint; JSON values.
         limit_bytes: size at which no more calls are written.
+        announce: receives messages for the user.
 
     Attributes:
-        own_s: seconds that were spent besides the calls.
+        own_s: seconds that the journal took, without the calls.
+
+    Raises:
+        InputError: the folder contains something else or another run, or is in use.
     """
 
     _depth = 0
@@ -124,10 +127,11 @@ class Journal:
             raise
 
     def put_on(self, pipe: Any, patches: Patches, count_repairs: Callable[[], int]) -> None:
-        """Answer component calls of a pipeline from the journal, and write down the others.
+        """Intercept a pipeline's component calls to read their outputs from the journal or write them.
 
         Args:
-            count_repairs: how many calls were repaired so far.
+            patches: undoing them ends the interception.
+            count_repairs: returns the number of repairs so far.
         """
         self._prepare(pipe)
         self._count_repairs = count_repairs
@@ -141,7 +145,7 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Let the folder go. A second call does nothing."""
+        """Release the folder. A second call does nothing."""
         self._held.close()
 
     def clear(self) -> None:
@@ -151,12 +155,12 @@ class Journal:
 
     @property
     def use(self) -> JournalUse:
-        """The journal's part in this run so far."""
+        """Statistics on the journal's use in this run so far."""
         size = sum(path.stat().st_size for path in self._list_entries())
         return replace(self._use, bytes=size)
 
     def _prepare(self, pipe: Any) -> None:
-        """Compare the pipeline with the journal's head."""
+        """Check that the journal belongs to this run of the pipeline, or start it."""
         _refuse_memories(pipe)
         head = {**self._run, **_describe_pipeline(pipe)}
         self._refuse_differences(head)
@@ -167,7 +171,7 @@ class Journal:
         self._head = head
 
     def _begin(self, head: dict[str, Any]) -> None:
-        """Start the journal again: without a readable head, no call can be trusted."""
+        """Start the journal: delete its calls, and write the head that identifies the run."""
         self._drop_from(0)
         sealed = {"journal": _SCHEMA, "sha256": _digest_head(head), "run": head}
         content = msgspec.json.format(msgspec.json.encode(sealed), indent=1)
@@ -184,7 +188,7 @@ class Journal:
         return _digest_head(self._head or {})
 
     def _enter(self, call: ComponentCall) -> Any:
-        """Answer a call, or make it; one inside of another component's call is left alone."""
+        """Read or make a component call; one inside of another component's call is made directly."""
         if self._depth:
             return call.proceed()
         self._depth += 1
@@ -194,7 +198,7 @@ class Journal:
             self._depth -= 1
 
     def _answer(self, call: ComponentCall) -> Any:
-        """Return the output of a call from the journal; else make the call and write it there."""
+        """Return a call's output from the journal, or else make the call and write its output there."""
         begun = time.perf_counter()
         number, self._number = self._number, self._number + 1
         if self._stopped and not self._find_entry(number):
@@ -241,7 +245,7 @@ class Journal:
         self._use = replace(self._use, written=self._use.written + 1)
 
     def _stop(self, why: str) -> None:
-        """Stop writing; the calls written so far stay good, and a killed run resumes there."""
+        """Stop writing; the calls written so far remain valid, and a killed run continues after them."""
         self._stopped = True
         self._note(f"The journal {self.folder} ends at call {self._number - 1}: {why}.")
 
@@ -250,7 +254,13 @@ class Journal:
         self._announce(text)
 
     def _read(self, number: int, digest: str, sources: int) -> _Answer | None:
-        """Read a recorded call; return None if the journal has no such call, or none to trust."""
+        """Read a call from the journal; return None if it has no such call, or an invalid one.
+
+        Args:
+            number: of the call, in the order of the run.
+            digest: of the call's arguments.
+            sources: number of random generators that the call may draw from.
+        """
         path = self._find_entry(number)
         if path is None:
             if any(_read_number(other) > number for other in self._list_entries()):
@@ -289,7 +299,7 @@ class Journal:
         return sorted(path for path in self.folder.iterdir() if _ENTRY.fullmatch(path.name))
 
     def _read_head(self) -> dict[str, Any] | None:
-        """Read the journal's description of its run; None if there is none, or if it is damaged."""
+        """Read the description of the run that the journal belongs to; return None if absent or damaged."""
         path = self.folder / _HEAD
         why = "is damaged"
         try:
@@ -321,7 +331,10 @@ class Journal:
 
 
 def _give(found: _Answer, call: ComponentCall, sources: list[RandomSource]) -> Any:
-    """Return the output of a recorded call, and set random sources as after it."""
+    """Return the output of a recorded call, and set random generators to their states after it.
+
+    A repaired call is run again, for its repair.
+    """
     if found.repaired:
         call.proceed()
     for index, state in found.random.items():
@@ -332,13 +345,17 @@ def _give(found: _Answer, call: ComponentCall, sources: list[RandomSource]) -> A
 def _read_drawn(
     sources: list[RandomSource], before: dict[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """Read the states of the random sources that a call drew from."""
+    """Return the current states of the random generators that a call drew from, by index."""
     now = {index: source.read() for index, source in enumerate(sources)}
     return {index: state for index, state in now.items() if not torch.equal(state, before[index])}
 
 
 def _load_entry(path: Path) -> tuple[_Entry, dict[str, torch.Tensor]]:
-    """Load an entry from a file, and check that its bytes are those that were written."""
+    """Load a call's metadata and tensors from its file, and check its bytes against the SHA-256.
+
+    Raises:
+        PackingError: the file is damaged.
+    """
     matched = _ENTRY.fullmatch(path.name)
     try:
         content = read_small_file(path, most_bytes=LIMIT_BYTES)
@@ -367,7 +384,7 @@ def _read_number(path: Path) -> int:
 
 
 def _write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, also when the power fails."""
+    """Write a file atomically, so that it survives even a power failure whole or not at all."""
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("wb") as file:
@@ -386,7 +403,7 @@ def _write_whole(path: Path, content: bytes) -> None:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Refuse a folder with other things in it, before anything is written there."""
+    """Refuse a folder that contains anything but a journal's files, before anything is written there."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         is_own = path.name in (_HEAD, LOCK) or path.match(_PARTS) or _ENTRY.fullmatch(path.name)
         if not is_own or not path.is_file():
@@ -398,7 +415,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _hold(folder: Path, stack: ExitStack) -> None:
-    """Make a folder, and hold it for this process until the stack is closed."""
+    """Create a folder and lock it for this process until the stack is closed."""
     busy = InputError(
         f"The journal {folder} is in use by another run.",
         remedy="Wait until it ends, or name another folder for the journal.",
@@ -414,7 +431,7 @@ def _hold(folder: Path, stack: ExitStack) -> None:
 
 
 def _describe_pipeline(pipe: Any) -> dict[str, Any]:
-    """Describe the facts of pipeline and machine that decide a run's bits, by names for people."""
+    """Describe what determines a run's bits: a pipeline's classes, weights and settings, the machine."""
     machine = describe_machine()
     device = _find_device(next(iter(find_callees(pipe))))
     scheduler = getattr(pipe, "scheduler", None)
@@ -436,13 +453,13 @@ def _describe_pipeline(pipe: Any) -> dict[str, Any]:
 
 
 def _read_settings(scheduler: Any) -> str:
-    """Read a scheduler's configuration without Diffusers' own notes, whose order varies by process."""
+    """Return a scheduler's config as text, without private entries, whose order varies by process."""
     config = dict(getattr(scheduler, "config", {}))
     return repr(sorted((name, x) for name, x in config.items() if not name.startswith("_")))
 
 
 def _refuse_memories(pipe: Any) -> None:
-    """Refuse components whose hooks remember earlier calls: answers would leave them behind."""
+    """Refuse components with step caches, which would miss the calls that aren't made."""
     for name, module in find_components(pipe).items():
         for path, hook in _iterate_hooks(module):
             if getattr(hook, "_is_stateful", False):
@@ -462,7 +479,7 @@ def _iterate_hooks(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _find_sources(call: ComponentCall) -> list[RandomSource]:
-    """List the sources that a call may draw random numbers from."""
+    """List the random generators that a call may draw from."""
     return find_random(_find_device(call.callee), (*call.args, *call.kwargs.values()))
 
 
@@ -472,5 +489,5 @@ def _find_device(callee: Callee) -> torch.device:
 
 
 def _to_plain(value: Any) -> Any:
-    """Convert a value to the form in which it comes back from JSON."""
+    """Convert a value to plain data, as it would be after writing and reading JSON."""
     return msgspec.json.decode(msgspec.json.encode(value, enc_hook=str))

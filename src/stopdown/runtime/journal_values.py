@@ -1,9 +1,9 @@
-"""What a component returned, as tensors and plain data for a file, and back; digests of arguments.
+"""Conversion of component outputs to tensors and plain data for a file, and back; digests of arguments.
 
-A structure is a tree of plain values in which tensors are numbered. Strides and devices are kept, so
-that what comes back is computed with by the same kernels as before. Classes are those of model
-outputs and of what autoencoders encode to; they are looked up among what is loaded already, so a
-file can name nothing that would be imported or run.
+A structure is a tree of plain values in which tensors are numbered. Strides and devices are stored, so that
+the same kernels compute with restored tensors as before. The only classes are those of model outputs and
+of autoencoders' latent distributions; they are looked up among loaded modules, so a file can't cause an
+import or run code.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, t
 
 
 class PackingError(Exception):
-    """A value that cannot be kept in a file, or a file's structure that gives no value."""
+    """Raised if a value can't be stored in a file, or a file's structure is invalid."""
 
 
 def pack(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Pack a value into a structure for JSON and its tensors: contiguous copies on the CPU.
+    """Convert a value to a structure for JSON and a list of its tensors, as contiguous CPU copies.
+
+    Raises:
+        PackingError: it contains an object of unknown class.
 
     Cost: a host copy of every tensor.
     """
@@ -104,7 +107,7 @@ def _unpack(node: dict[str, Any], tensors: list[torch.Tensor], made: dict[int, A
 
 
 def _place(tensor: torch.Tensor, strides: list[int], device: str) -> torch.Tensor:
-    """Copy a tensor to its former device with its former strides."""
+    """Copy a stored tensor to a device with the strides that it had."""
     made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
     into = made
     for dim, stride in enumerate(strides):
@@ -115,12 +118,12 @@ def _place(tensor: torch.Tensor, strides: list[int], device: str) -> torch.Tenso
 
 
 def _is_output(kind: type) -> bool:
-    """Return whether this is a class of model outputs, as Diffusers and Transformers write them."""
+    """Return whether a class is one of Diffusers' or Transformers' model outputs."""
     return issubclass(kind, OrderedDict) and dataclasses.is_dataclass(kind)
 
 
 def _is_distribution(kind: type) -> bool:
-    """Return whether this is a distribution that autoencoders encode to: plain attributes, and sampling."""
+    """Return whether a class is an autoencoder's latent distribution, by `sample` and `mode`."""
     is_plain = kind.__new__ is object.__new__ and kind.__setattr__ is object.__setattr__
     return is_plain and all(callable(getattr(kind, name, None)) for name in ("sample", "mode"))
 
@@ -136,9 +139,9 @@ def _find_class(name: str, is_known: Callable[[type], bool]) -> Any:
 
 
 def digest_call(component: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Compute the SHA-256 of a component's name and of all its arguments, tensors' bytes included.
+    """Compute the SHA-256 of a call: the component's name and all arguments, with tensors' bytes.
 
-    Of objects of unknown kind the class counts, and what tensors they hold.
+    Objects of unknown classes contribute their class and the tensors in their attributes.
 
     Cost: a host copy of every tensor.
     """

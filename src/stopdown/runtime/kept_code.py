@@ -1,11 +1,11 @@
-"""Compiled code of repaired components, kept while the same repairs come off and return.
+"""Cache of compiled code for repaired components, reused when the same repairs are applied again.
 
-PyTorch's compiler bakes hooks into its code and by default does not look at them again, so code has to be
-made anew after each change. Here it is told to compare hooks, as it can by their numbers: the same repairs
-get the same numbers whenever they are put on, so their code is found again, and that of the component
-without them as well.
+PyTorch's compiler bakes hooks into its code and by default doesn't check them again, so code must be
+recompiled after each change of hooks. Here, it is configured to compare hooks by their ids, and the same
+repairs get the same hook ids whenever they are applied. So the compiler finds the code of the component
+with and without the repairs.
 
-**Does not catch** hooks that another thread puts on the same modules while repairs are put on.
+**Does not catch** hooks that another thread registers on the same modules while repairs are applied.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from stopdown.records import ComponentPlan
 
 @dataclass
 class KeptCode:
-    """By module the repairs that its compiled code was made for last, and the number of their first hook.
+    """The repairs that each module's code was last compiled with, and the id of their first hook.
 
     Attributes:
-        is_kept: the same repairs come off and return; if not, code is compiled again after each change.
-        patches: hold what the compiler is told; undone when no repair returns any more.
+        is_kept: whether the same repairs will be applied again; if not, changes discard compiled code.
+        patches: the change to the compiler's config, to be undone after the last repair.
     """
 
     is_kept: bool = False
@@ -40,11 +40,11 @@ class KeptCode:
     _has_begun: bool = False
 
     def knows(self, module: torch.nn.Module, repairs: tuple[ComponentPlan, ...]) -> bool:
-        """Return whether there is code for a module with these repairs."""
+        """Return whether a module was last compiled with these repairs."""
         return module in self._known and self._known[module][0] == repairs
 
     def forget(self, module: torch.nn.Module, repairs: tuple[ComponentPlan, ...]) -> None:
-        """Have all code compiled again, unless there is some for a module with these repairs."""
+        """Discard all compiled code, unless the module was last compiled with these repairs."""
         if not self.knows(module, repairs):
             torch.compiler.reset()
 
@@ -52,7 +52,7 @@ class KeptCode:
     def numbered(
         self, module: torch.nn.Module, repairs: tuple[ComponentPlan, ...]
     ) -> Iterator[None]:
-        """Give the hooks of these repairs the numbers that they had before, inside the block."""
+        """Give hooks that the block registers for these repairs the same ids as the last time."""
         if not (self.is_kept and repairs):
             yield
             return
@@ -67,7 +67,7 @@ class KeptCode:
             RemovableHandle.next_id = max(now, RemovableHandle.next_id)
 
     def _compare_hooks(self) -> None:
-        """Make the compiler compare hooks; the caller forgets code compiled without that."""
+        """Make the compiler check hooks; the caller must discard code that was compiled without this."""
         if not self._has_begun:
             self._has_begun = True
             config: Any = torch._dynamo.config

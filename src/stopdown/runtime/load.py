@@ -1,4 +1,4 @@
-"""`load`: a source as a Diffusers pipeline in the right precisions, with a guard on it."""
+"""`load`: load a Diffusers pipeline in suitable precisions, with a guard on it."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def load(
 ) -> Any:
     """Load a Diffusers pipeline, each component in a precision that fits the device and the checkpoint.
 
-    The pipeline is an ordinary one under a guard, which changes no bit of a run without a fault:
-    `pipe.stopdown_guard.record` says what it saw and repaired. `stopdown.guard(pipe)` takes its place for
-    as long as that is on. `pipe.stopdown_decisions` holds the decisions with their reasons.
+    The pipeline is an ordinary one under a guard, which changes no bit of a run without a fault;
+    `pipe.stopdown_guard.record` has its findings and repairs. `stopdown.guard(pipe)` replaces this guard as
+    long as it is active. `pipe.stopdown_decisions` lists the decisions with their reasons.
 
     Args:
         source: Hub id, Diffusers folder, single safetensors file or bundled model.
@@ -56,14 +56,14 @@ def load(
             or the path of its file.
         guard: False leaves the pipeline unwatched.
         device: `"auto"`, `"cuda"`, `"cuda:1"`, `"mps"`, `"cpu"`, or a `torch.device`.
-        memory: what runs may take on the device: `"auto"`, all that it has; an amount (`"8GiB"`); or
-            `"none"`, no limit. Weights that do not fit beside a run at the model's own size wait in host
-            memory or in their files. Do not call `.to()` on such a pipeline.
+        memory: limit for runs on the device: `"auto"` for all of its memory; an amount (`"8GiB"`); or
+            `"none"`. Weights that don't fit beside a run at the model's own size are offloaded to host
+            memory or read from their files. Don't call `.to()` on such a pipeline.
         config: for a single file, a Diffusers folder or Hub id with its configs.
         revision: branch, tag or commit of a Hub id.
-        variant: of the weights, where there are several: `"fp16"`.
-        **parts: what is in the pipeline instead of its own scheduler, tokenizer or safety
-            checker, as in Diffusers: `scheduler=...`, `safety_checker=None`.
+        variant: of the weights, if there are several, such as `"fp16"`.
+        **parts: replacements of the pipeline's own scheduler, tokenizer or safety checker, as in Diffusers:
+            `scheduler=...`, `safety_checker=None`.
 
     Raises:
         SourceError: the model is missing, damaged or refused.
@@ -105,7 +105,7 @@ def load(
 
 
 def _ask_memory(memory: str, asked: str | Plan, target: Device) -> MemoryPlan | None:
-    """Return the memory limit of runs; None on a CPU unless an amount was named."""
+    """Return the memory limit of runs, or None for no limit; the CPU has one only if an amount is given."""
     check_type(
         "load(memory=...)", memory, str, 'It is "auto", an amount or "none".', 'Use memory="8GiB".'
     )
@@ -118,7 +118,7 @@ def _ask_memory(memory: str, asked: str | Plan, target: Device) -> MemoryPlan | 
 
 
 def _place(loaded: AppliedPlan, source: Source, target: Device) -> AppliedPlan:
-    """Place the weights for runs at the model's own size, for as long as the pipeline is there."""
+    """Place the weights for runs at the model's own size, as long as the pipeline exists."""
     request = complete_request(loaded.pipe, Request())
     loaded = fit_run(loaded, request, target, warn_user)
     if loaded.offloader is not None:
@@ -127,7 +127,7 @@ def _place(loaded: AppliedPlan, source: Source, target: Device) -> AppliedPlan:
 
 
 def _check_parts(parts: Mapping[str, Any], source: Source) -> None:
-    """Refuse parts that the pipeline has no place for, and those without a precision."""
+    """Refuse parts that the pipeline doesn't have, and those with weights."""
     words = {"dtype": "precision", "torch_dtype": "precision", "device_map": "device"}
     components = source.components
     for name, part in parts.items():

@@ -1,14 +1,14 @@
-"""Values that a model means although they are not finite: -Inf in logits, the log of 0, NaN as a mark.
+"""NaN and Inf that a model produces on purpose: -Inf in logits, log(0), NaN as a marker.
 
-A value that is not finite in fp32 either, from finite arguments and undamaged weights, is what the model
-computes, and no fault. The call is made again in fp32 and looked at operation by operation: everything
-that is not finite in what it returns has to begin where its code writes such a value, or at an operation
-that has no finite result there. What was computed in 16 bits has to agree with that as well as bf16 does.
+A value that isn't finite in fp32 either, with finite arguments and undamaged weights, is no fault. The call
+is repeated in fp32 with every operation inspected: each NaN or Inf in its output must originate where the
+code writes such a value, or at an operation without a finite result. The 16-bit output must be as close
+to the fp32 output as bf16's is.
 
-**Catches** faults beside what is meant: weights and arguments that are not finite, sums and products beyond
-fp32's largest value, places where fp32 is finite.
-**Does not catch** a fault that gives as many values of the same kind as the model means; after
-`BELIEVED_AFTER` calls of a model in 16 bits, one that gives values of the same kind.
+**Catches** faults among such values: weights and arguments that aren't finite, sums and products beyond
+fp32's maximum, elements that are finite in fp32.
+**Does not catch** a fault that produces as many values of the same kind as the model does on purpose; after
+`BELIEVED_AFTER` calls of a model in 16 bits, one that produces any number of values of the same kind.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from stopdown.numerics import LARGEST_ERROR, ROUNDED_ONCE, relative_l2
 from stopdown.runtime.call_check import list_readable
 
 MEANT = frozenset({"mask", "written", "undefined"})
-"""Kinds of origins (`culprit.find_origins`) that a model means."""
+"""Kinds of origins (`culprit.find_origins`) of NaN and Inf that a model produces on purpose."""
 
 BELIEVED_AFTER = 3
-"""Calls with another number of such values, each compared with fp32, after which any number will do."""
+"""Number of different counts of such values that are compared with fp32; then any count is accepted."""
 
 MEANT_STAGES = ("call",)
-"""Stages whose calls may mean such values. A component of a pipeline feeds a sampler, which one spoils."""
+"""Stages whose calls may return NaN or Inf on purpose; in a pipeline, they would spoil the sampling."""
 
 _KINDS = {"NaN": torch.isnan, "+Inf": torch.isposinf, "-Inf": torch.isneginf}
 
 
 @dataclass
 class Meaning:
-    """What the calls of one module were found to mean.
+    """The NaN and Inf that a module was found to return on purpose.
 
     Attributes:
-        kinds: of values that are not finite.
-        counts: how many there were in one call.
+        kinds: `NaN`, `+Inf`, `-Inf`.
+        counts: the numbers of such values in the compared calls.
     """
 
     kinds: set[str] = field(default_factory=set)
     counts: set[int] = field(default_factory=set)
 
     def covers(self, output: Any, precision: str) -> bool:
-        """Return whether an output's values that are not finite are like those of compared calls.
+        """Return whether an output's NaN and Inf are like those of calls that were compared with fp32.
 
-        Cost: three passes, and as many host reads.
+        Cost: for each tensor, three passes and as many host reads.
         """
         found = _count_kinds(output)
         is_told = precision == "fp32" or len(self.counts) >= BELIEVED_AFTER
@@ -63,16 +63,16 @@ class Meaning:
 
 
 _MEANINGS: MutableMapping[torch.nn.Module, Meaning] = WeakKeyDictionary()
-"""Of modules, for all guards: a run of a script puts a guard on for each call."""
+"""Module → its intended NaN and Inf, for all guards, because a script has a new guard for each call."""
 
 
 def find_meaning(module: torch.nn.Module) -> Meaning:
-    """Find the known meaning of a module's values."""
+    """Return the NaN and Inf that a module is known to return on purpose; empty at first."""
     return _MEANINGS.setdefault(module, Meaning())
 
 
 def _count_kinds(output: Any) -> dict[str, int]:
-    """Count the values that are NaN, Inf and -Inf; kinds without a value are left out."""
+    """Count an output's NaN, +Inf and -Inf by kind; kinds that don't occur are left out."""
     tensors = list_readable(output)
     found = {name: sum(int(of(x).sum()) for x in tensors) for name, of in _KINDS.items()}
     return {name: count for name, count in found.items() if count}
@@ -80,25 +80,29 @@ def _count_kinds(output: Any) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far an output is from that in fp32.
+    """The difference of an output from the fp32 output.
 
     Attributes:
-        places: where one of the two is not finite, and the other is not the same.
-        error: relative 2-norm of the others, of the worst tensor.
+        places: number of elements at which one isn't finite, and the other differs.
+        error: relative 2-norm of the difference of the other elements, for the worst tensor.
     """
 
     places: int
     error: float
 
     def is_within(self, other: Difference | None) -> bool:
-        """Return whether it is no larger than another difference; without one, than the believed error."""
+        """Return whether it is no larger than another difference, or than `LARGEST_ERROR` for None."""
         if other is None:
             return self.places == 0 and self.error <= LARGEST_ERROR
         return self.places <= other.places and self.error <= max(ROUNDED_ONCE, other.error)
 
 
 def compare_with_fp32(output: Any, wide: Any) -> Difference:
-    """Compare a call's output with its output in fp32."""
+    """Compare a call's output with its output in fp32 (`wide`).
+
+    Raises:
+        ValueError: they have different numbers of tensors.
+    """
     places, errors = 0, [0.0]
     for one, other in zip(list_readable(output), list_readable(wide), strict=True):
         mine, right = one.cpu().double(), other.cpu().double()

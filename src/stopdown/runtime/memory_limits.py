@@ -1,4 +1,4 @@
-"""How a run stays within a limit of memory."""
+"""Memory limits of runs: choice and application of the strategy that stays within them."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ def ask_memory(
     """Return the memory limit of runs: the requested one, else all memory of the device.
 
     Args:
-        targets: calls that a precision was requested for. If both methods of an autoencoder are loaded in
-            precisions of their own, all weights are placed on the device, unless a limit was given.
+        memory: an amount such as `8GiB`, `auto` or `none`; None for the default.
+        targets: names for which a precision was requested. If one is a method (`vae.decode`), there's no
+            limit by default.
+        share: number of simultaneous runs on the device.
 
     Returns:
-        None for `none`.
+        The limit; None for no limit.
     """
     if memory == "none" or (memory is None and any(split_call(name)[1] for name in targets)):
         return None
@@ -47,7 +49,7 @@ def ask_memory(
 
 
 def count_limit(asked: MemoryPlan, device: Device) -> int:
-    """Return the bytes that a run may take on a device."""
+    """Return the memory limit of a run on a device in bytes."""
     if asked.asked != "auto":
         return parse_bytes(asked.asked)
     there = find_host_bytes() if device.type == "cpu" else device.memory_bytes
@@ -62,17 +64,21 @@ def fit_run(
     *,
     tiling: bool | None = None,
 ) -> AppliedPlan:
-    """Place the weights of a run, and return the pipeline with the memory use in its plan.
+    """Choose a memory strategy for a run, and return the pipeline with the strategy in its plan.
 
-    Without `Plan.memory` all weights are placed on the device. So they are for `auto` if the weights and a
-    bound of the values fit: nothing is run dry then.
+    Without `Plan.memory`, all weights are moved to the device. For `auto` they are too, without a dry run,
+    if the weights and a bound of the activations fit.
 
     Args:
-        loaded: its weights wait in their files, or are where they were loaded.
-        tiling: whether the autoencoder works in tiles; None leaves that open.
+        loaded: the pipeline, with weights in the checkpoint's files or in memory.
+        announce: receives messages for the user.
+        tiling: whether the autoencoder works in tiles; None leaves that to the choice.
 
     Returns:
-        The pipeline, with an offloader to enter if one is needed to keep the run within its limit.
+        The pipeline, with an offloader to enter if the run needs one to stay within its limit.
+
+    Raises:
+        StopdownError: no strategy fits.
     """
     asked = loaded.plan.memory
     if asked is None:
@@ -121,17 +127,17 @@ def fit_run(
 
 
 def _say(loaded: AppliedPlan, **said: Any) -> AppliedPlan:
-    """Return a pipeline whose plan says this of memory."""
+    """Return a pipeline with these fields in its plan's `memory`."""
     asked = loaded.plan.memory or MemoryPlan()
     memory = MemoryPlan(asked.asked, asked.share, **said)  # nothing of an earlier size
     return dataclasses.replace(loaded, plan=dataclasses.replace(loaded.plan, memory=memory))
 
 
 def _bound_run(loaded: AppliedPlan, request: Request, device: Device) -> int:
-    """Return bytes that a run with all weights on the device does not exceed.
+    """Return an upper bound of a run's memory in bytes, with all weights on the device.
 
-    Its values are bounded by those of a decoder of `DECODED_BYTES` a pixel, and by whole score matrices
-    where no kernel does without them.
+    Activations are bounded by those of a decoder with `DECODED_BYTES` for each pixel, plus whole score
+    matrices if no attention kernel avoids them.
     """
     pipe, arguments = loaded.pipe, build_arguments(loaded.pipe, request)
     taken = inspect.signature(type(pipe).__call__).parameters
@@ -151,16 +157,16 @@ def _bound_run(loaded: AppliedPlan, request: Request, device: Device) -> int:
 
 
 DECODED_BYTES = 2048
-"""Of each pixel while it is decoded: 128 channels in 16 bits, eight values alive at a time."""
+"""Bytes for each pixel while it is decoded: 128 channels in 16 bits, eight activations alive at a time."""
 
 PIXELS_A_TOKEN = 256
-"""Compression by 8 on each side and patches of 2 by 2: with more compression there are fewer tokens."""
+"""Pixels for each token: compression by 8 on each side and patches of 2 × 2, the least of all models."""
 
 SCORE_BYTES = 256
-"""Of each pair of tokens: scores of 64 heads in fp32."""
+"""Bytes for each pair of tokens: scores of 64 heads in fp32."""
 
 MARGIN_BYTES = 2**28
-"""What else a run takes: workspaces of kernels, and what the pipeline's own code makes."""
+"""Bytes for kernels' workspaces and tensors of the pipeline's own code."""
 
 
 def _predict_loaded(loaded: AppliedPlan, request: Request, device: Device) -> Fit:
@@ -169,14 +175,17 @@ def _predict_loaded(loaded: AppliedPlan, request: Request, device: Device) -> Fi
 
 
 SEGMENTED = ("cuda", "xpu")
-"""Devices whose allocator takes segments, as PyTorch names them: those of ROCm are `cuda`."""
+"""PyTorch's names of the devices whose allocator reserves segments; ROCm's devices are `cuda` as well."""
 
 
 def predict_pipe(pipe: Any, formats: Collection[str], request: Request, device: Device) -> Fit:
-    """Predict the memory and time of every strategy of a run, with reads of a disk where the host is small.
+    """Predict the memory and time of every strategy of a run.
+
+    If the host memory is too small for offloaded weights, times include reads from disk.
 
     Args:
-        pipe: may be without weights.
+        pipe: loaded, or without weights.
+        formats: that it computes in.
     """
     arguments = build_arguments(pipe, request)
     fit = predict_run(

@@ -1,4 +1,4 @@
-"""`make_plan`: the plan that a checkpoint should have, certified from its weights; `fp16` puts it on."""
+"""`make_plan`: make a checkpoint's plan, certified from its weights; `fp16`: apply one and guard it."""
 
 from __future__ import annotations
 
@@ -27,24 +27,26 @@ def make_plan(
     residual: str = "fp32",
     progress: Progress | None = None,
 ) -> Plan:
-    """Find how each component of a checkpoint runs in fp16 without overflow, with the reasons.
+    """Make the plan by which each component of a checkpoint runs in fp16 without overflow, with reasons.
 
-    Exponents come from bounds that hold for every prompt, computed from the weights tensor by tensor. What
-    has no bound rests on a guess, which the guard watches. The plan is kept for later.
+    Exponents come from bounds that hold for every prompt, computed from the weights tensor by tensor.
+    Activations without a bound rest on an estimate, which the guard watches. The plan is cached.
 
     Args:
-        pipe_or_source: a Hub id, Diffusers folder, single safetensors file, bundled model or `Source`; a
-            Diffusers pipeline, or another program as `guard` takes it, is left as it was.
-        run: runs a program that is no pipeline once, as it is to be run later; what it calls is planned. It
-            ends at the first call of each component, and begins anew with the next one.
-        residual: `fp32` keeps the residual stream of each component in fp32 where its architecture
-            allows it, beside fp16 matrix products; `native` leaves it.
-        progress: called with stage, what, done and total.
+        pipe_or_source: a Hub id, Diffusers folder, single safetensors file, bundled model or `Source`; or
+            a Diffusers pipeline or another program that `guard` accepts, which is left unchanged.
+        run: runs a program that isn't a pipeline once, as it will be run later; the components that it
+            calls are planned. It's stopped at the first call of a component, and called again for the
+            next component.
+        residual: `fp32` keeps each component's residual stream in fp32 if its architecture allows it,
+            with fp16 matrix products; `native` leaves it.
+        progress: called with stage, component, done and total.
+
 
     Raises:
         OptionError: `run` was given with a source.
 
-    Cost: captures of seconds and one pass over the weights for each kind of call.
+    Cost: captures (seconds), and one pass over the weights for each kind of call.
     """
     check_function("make_plan(progress=...)", progress, "progress=print", 4)
     check_function("make_plan(run=...)", run, "run=lambda: model(x)")
@@ -61,30 +63,30 @@ def make_plan(
 
 
 def fp16(program: Any, *args: Any, **kwargs: Any) -> Guard:
-    """Make a module or a pipeline that is loaded run in fp16, in place: rescale, cast and guard it.
+    """Rescale a loaded module or pipeline for fp16, cast it and guard it, in place.
 
         stopdown.fp16(pipe)
         stopdown.fp16(model, x, timestep=t)
 
-    A pipeline's exponents come from bounds computed from its weights, and nothing is run; those of a module
-    come from the example. Components that cannot run in fp16 stay in another precision, and a warning says
-    why.
+    A pipeline's exponents come from bounds computed from its weights, without a run; those of a module
+    come from the example. Components that can't run in fp16 stay in another precision, with a warning that
+    states the reason.
 
     Args:
-        program: a Diffusers pipeline; or a module, or another program as `guard` takes it that can be
-            called. Its weights are in fp32 or as they are stored.
-        *args, **kwargs: an example of its call, with values as they will be; floating tensors in
-            fp32. A pipeline needs none; sizes are its defaults then.
+        program: a Diffusers pipeline; or a module or another callable program that `guard` accepts. Its
+            weights are in fp32 or as stored.
+        *args, **kwargs: an example of its call, with typical values; floating tensors in fp32. A pipeline
+            needs none, and then has its default sizes.
 
     Returns:
         The guard: `.record`, `.repairs`, `.plan`, and `.remove()`, which restores every bit.
 
     Raises:
-        OptionError: there is no example, or the program cannot be called with it.
-        InputError: the program holds no module.
+        OptionError: there is no example, or the program can't be called with it.
+        InputError: the program contains no module.
 
-    Cost: as `certify_program`, of a module as `measure_plan`; a copy of the weights is kept for as long as
-    it is on.
+    Cost: as `certify_program`, or as `measure_plan` for a module; a copy of the weights stays in memory
+    while the guard is active.
     """
     find_components(program)  # refuses what holds no module, and names
     if runs_by_call(program):

@@ -1,4 +1,4 @@
-"""What a guard did, in order; each kind of it is reported once, and all of it is logged."""
+"""Log of a guard's repairs: each one is logged, and each kind is reported to the user once."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _LOGGER = logging.getLogger("stopdown")
 _LOGGER.addHandler(logging.NullHandler())  # silent where a program has not set up logging
 
 _MOST_TRIES = 3
-"""Kinds of calls of a component for which a repair is looked for in vain."""
+"""Kinds of calls of a component without a repair, after which no more repairs are searched for it."""
 
 
 class RepairLog:
-    """Repairs, and calls that were not repaired, in order.
+    """The repairs of a guard in order, and the calls that were left alone.
 
     Args:
-        announce: told of each kind of repair once.
-        before: of an earlier guard of the same program: what it reported is not reported again, and what it
-            gave up stays so.
+        announce: called with a text, once for each kind of repair.
+        before: log of an earlier guard of the same program, whose reports aren't repeated, and whose
+            abandoned repairs aren't tried again.
     """
 
     def __init__(self, announce: Callable[[str], None], before: RepairLog | None = None) -> None:
@@ -41,16 +41,21 @@ class RepairLog:
 
     @property
     def of_this_run(self) -> tuple[Repair, ...]:
-        """The repairs since the last call of the pipeline."""
+        """The repairs since the start of the pipeline's current call."""
         return tuple(self._repairs[self._run_begins :])
 
     @property
     def left(self) -> tuple[str, ...]:
-        """Components whose calls were left alone, a sentence for each."""
+        """One sentence for each component whose calls were left alone."""
         return tuple(self._left)
 
     def leave(self, component: str, text: str, *, is_fault: bool = True) -> None:
-        """Keep that a call was left alone, once for each component; report it unless it is no fault."""
+        """Record that a component's call was left alone, once for each component.
+
+        Args:
+            text: what happened and why.
+            is_fault: report it to the user as well.
+        """
         if not self.was_reported(component, "left"):
             self._left.append(text)
             if is_fault:
@@ -58,11 +63,11 @@ class RepairLog:
             self.mark_reported(component, "left")
 
     def give_up(self, component: str, kind: str) -> None:
-        """Keep that no repair helps calls of this kind."""
+        """Record that no repair helps a component's calls of this kind."""
         self._given_up.setdefault(component, set()).add(kind)
 
     def has_given_up(self, component: str, kind: str) -> bool:
-        """Return whether a repair is not looked for any more: of this kind, or after many in vain."""
+        """Return whether no repair is searched any more, for calls of this kind or for the component."""
         known = self._given_up.get(component, set())
         return kind in known or len(known) >= _MOST_TRIES
 
@@ -70,13 +75,13 @@ class RepairLog:
         self._run_begins = len(self._repairs)
 
     def keep(self, repair: Repair) -> None:
-        """Keep one, log it, and report it when it is the first of its kind."""
+        """Add a repair, log it, and report it to the user if it's the first of its kind."""
         self._repairs.append(repair)
         _LOGGER.warning(format_line(repair), extra={"repair": dataclasses.asdict(repair)})
         self.report_once(repair.component, repair.action, describe_repair(repair))
 
     def report_once(self, component: str, kind: str, text: str) -> None:
-        """Report it unless this was reported of the component before."""
+        """Report a text to the user, unless this kind was reported for the component before."""
         if not self.was_reported(component, kind):
             self.mark_reported(component, kind)
             self.announce(text)
@@ -89,7 +94,7 @@ class RepairLog:
 
 
 def format_line(repair: Repair) -> str:
-    """Format a repair as one searchable line of a service's log."""
+    """Format a repair as one line of `key=value` pairs for a log."""
     step = "" if repair.step is None else f" step={repair.step + 1}"
     return (
         f"repair action={repair.action} component={repair.component} module={repair.module_path} "
@@ -98,7 +103,7 @@ def format_line(repair: Repair) -> str:
 
 
 def describe_repair(repair: Repair) -> str:
-    """Describe a repair in whole sentences, for people."""
+    """Describe a repair in sentences for people."""
     done = {
         "rescaled": f"Rescaled `{repair.component}` by powers of two",
         "fp32-module": "One module was put in fp32",

@@ -1,8 +1,8 @@
-"""What to try after a fault, in which order, and why: plain rules over plain facts, without a tensor.
+"""The order of remedies to try after a fault, with reasons: plain rules, which read no tensor.
 
-The order goes from what keeps most of the speed and precision to what keeps least: the same call again
-where nothing was wrong with it, exponents, exponents with an fp32 residual stream, an fp32 module, the
-component in a wider format. Nothing is clamped, and nothing but the component at fault is touched.
+Remedies that preserve more speed and precision come first: the same call again if it was intermittent,
+exponents, exponents with an fp32 residual stream, an fp32 module, the whole component in a wider format.
+Nothing is clamped, and only the faulty component is changed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ _MOST_FP32_MODULES = 2  # each one that does not do costs a call
 
 @dataclass(frozen=True)
 class Remedy:
-    """One thing to try.
+    """A remedy to try for a fault.
 
     Attributes:
-        action: what `repairs.name_action` calls it, or `replayed`.
+        action: `rescaled`, `fp32-module`, `cast`, or `replayed` without a change.
+        precision: of the component, or of the fp32 module.
+        reason: for the record, in a sentence.
         path: of the fp32 module.
-        residual: what a rescaled component keeps its residual stream in: `native` or `fp32`.
+        residual: precision of a rescaled component's residual stream, `native` or `fp32`.
     """
 
     action: Literal["replayed", "rescaled", "fp32-module", "cast"]
@@ -42,10 +44,13 @@ class Remedy:
 def list_remedies(
     kind: str, precision: str, around: tuple[str, ...] = (), has_bf16: bool = False
 ) -> tuple[Remedy, ...]:
-    """List the remedies to try after a fault, best first; empty if nothing here can help.
+    """List the remedies to try after a fault, best first; empty if none can help.
 
     Args:
-        around: modules around the fault that can be an fp32 module, innermost first.
+        kind: of the fault, as of `Culprit`.
+        precision: of the component.
+        around: paths of the modules around the fault that may run in fp32, innermost first.
+        has_bf16: whether the device computes bf16 natively.
     """
     if kind in _HOPELESS:
         return ()

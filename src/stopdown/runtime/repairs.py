@@ -1,17 +1,16 @@
-"""Repairs of one component, put on while a run goes on and taken off with the guard.
+"""Repairs of one component, applied during a run and removed with the guard.
 
-A repair is an entry of a plan (`ComponentPlan`): of a component, or of a module in it.
-Exponents come from the ranges of the calls that failed, all of them together, measured in fp32 on the
-component as it was found: a plan's part is taken off for that. What these calls do not touch (an
-encoder, when decoding failed) keeps the plan's exponents.
+A repair is a plan's entry (`ComponentPlan`) for a component, or for a module in it.
+Exponents come from the ranges of all calls that failed, measured in fp32 on the original component; the
+plan's entry is removed for that. Modules that these calls don't use (an encoder, if decoding failed) keep
+the plan's exponents.
+To measure ranges, each failed call is run once more as its captured graph in fp32. Only three numbers are
+kept for each activation, so the component and one call must fit in memory. Calls of one kind (the same
+method, sizes and options) share a capture and merge their ranges. Kinds of different sequence lengths
+have separate activations, but the solver finds common exponents for their parameters.
 
-For ranges, each failed call is run once more as its captured graph in fp32, and of every value only three
-figures are kept, so that no more than the component and one call are in memory. Calls of one kind (the same
-method, sizes and options) share a capture and merge their figures; kinds of different lengths stay
-apart as values and meet in the parameters, where the solver sees them together.
-
-Not covered: what other prompts reach: exponents from here keep headroom and say that they rest
-on measurements; values that the weights lost when they were cast to fp16 while loading.
+Not covered: larger activations of other prompts (these exponents keep headroom, and are recorded as
+measured); precision that the weights lost in a cast to fp16 while loading.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ from stopdown.scaling import (
 
 
 def cast_component(precision: str) -> ComponentPlan:
-    """Return the repair that runs all of a component in another format."""
+    """Return the repair that runs a whole component in another format."""
     return ComponentPlan("", precision=precision)
 
 
@@ -74,12 +73,12 @@ def cast_inputs(operands: Operands) -> ComponentPlan:
 
 
 def is_cast_of_inputs(repair: ComponentPlan) -> bool:
-    """Return whether a repair only casts inputs, which depend on a script."""
+    """Return whether a repair only casts the inputs of layers."""
     return repair.precision == "as loaded"
 
 
 def name_action(repair: ComponentPlan) -> str:
-    """Return the name of a repair's action in records."""
+    """Return the name of a repair's action in records: `rescaled`, `fp32-module`, `cast`, `cast-inputs`."""
     if is_cast_of_inputs(repair):
         return "cast-inputs"
     if split_module_path(repair.component)[1]:
@@ -89,7 +88,10 @@ def name_action(repair: ComponentPlan) -> str:
 
 
 class WholeInFp32Error(ScalingError):
-    """No exponents do but with the whole component in fp32: with an fp32 residual stream some may."""
+    """Raised if exponents suffice only with the whole component in fp32.
+
+    With an fp32 residual stream, others may suffice.
+    """
 
 
 @dataclass
@@ -109,18 +111,18 @@ class Calibration(ObservedCalls):
 
 @dataclass
 class Component:
-    """A component, what was put on it, and what its failing calls reached.
+    """A component under a guard, with its applied repairs and the ranges of its failed calls.
 
     Attributes:
-        log: told of what its exponents are extended for.
-        applied: what is in force: a plan's part and repairs.
-        computes_in: what its weights are cast to at each call; None where they are used as they are.
-        code: its calls run as compiled code, which does not see hooks that come later; None where they
-            do not.
-        calibration: what its failing calls reached; it does not keep the component alive.
-        notes: what its modules noted during the call of now.
-        is_admitted: its calls are guarded, and hooks on its modules make the notes; None before that is
-            decided.
+        module: the component's module.
+        name: in records.
+        log: receives repairs of calls that the exponents didn't hold for.
+        applied: the plan's entry and the repairs that are applied.
+        computes_in: dtype to which its weights are cast at each call; None if they are used as they are.
+        code: cache of its compiled code, which ignores later hooks; None if it isn't compiled.
+        calibration: measured ranges of its failed calls; it doesn't keep the component alive.
+        notes: activation ranges recorded during the current call.
+        is_admitted: whether its calls are guarded and hooks record `notes`; None if undecided.
     """
 
     module: torch.nn.Module
@@ -140,19 +142,19 @@ class Component:
 
     @property
     def planned(self) -> tuple[ComponentPlan, ...]:
-        """The entry that a plan put there before the guard."""
+        """The entry of the plan that was applied before the guard, as a tuple; empty without one."""
         return () if self._under is None else (self._under.entry,)
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that a repair cast it to; None while it runs in what it was loaded in."""
+        """The dtype that a repair cast the component to; None if none did."""
         return self._entrance.dtype
 
     def stand_under(self, applied: AppliedEntry, *, stays: bool = False) -> None:
-        """Know of a plan's part that is on: a repair takes its place, and it comes back with the leave.
+        """Adopt a plan's entry that is applied already: repairs replace it, and `leave` applies it again.
 
         Args:
-            stays: its calls are repaired when a guard has left as well.
+            stays: repair calls that the exponents don't hold for even after the guard is removed.
         """
         self._under, self._patches, self.applied = applied, applied.patches, (applied.entry,)
         self.name = self.name or applied.entry.component
@@ -161,18 +163,18 @@ class Component:
         self._help_watch(self._list_help())
 
     def admit(self, patches: Patches, *, is_compiled: bool, maxima: bool) -> None:
-        """Note the outputs of its modules from now on; this is outside of a plan's hooks.
+        """Admit the component to the guard, and hook its modules to record activation ranges.
 
         Args:
-            is_compiled: hooks would not run.
-            maxima: of each block, too.
+            is_compiled: register no hooks, because they wouldn't run.
+            maxima: record those of each block as well.
         """
         if not (self.is_admitted or is_compiled):
             put_sensors(self.module, self.notes, patches, maxima=maxima)
         self.is_admitted = True
 
     def leave(self) -> None:
-        """Leave the component as the guard found it. A second call does nothing."""
+        """Restore the component to the state before the guard. A second call does nothing."""
         if self._under is None or self._under.is_over:
             self.take_off()
             return
@@ -185,7 +187,7 @@ class Component:
             watch.take_help(options)
 
     def _list_help(self) -> WatchOptions:
-        """Return a guard's reactions to calls outside the range of the exponents."""
+        """Return the options by which calls that the exponents don't hold for are repaired or refused."""
         remedy = "Run it in bf16 or fp32, or make the plan for such calls."
         known = self.calibration
         may_answer = known.hands_back or (known.may_repair and count_processes() == 1)
@@ -193,11 +195,11 @@ class Component:
         return WatchOptions(self.name, repair, self._report_once, remedy)
 
     def call(self, call: ComponentCall, *, is_mixed: bool = False) -> Any:
-        """Make one call of it, with arguments in the dtype that a repair brought it to.
+        """Continue a call of the component, with arguments cast to the dtype of its repair.
 
         Args:
-            is_mixed: a repair cast some component: pipelines ask one for its dtype to cast what
-                others get (Flux does), so each gets its arguments in its own.
+            is_mixed: a repair has cast some component. As pipelines cast one component's arguments to
+                another's dtype (Flux does), all components' arguments are cast.
         """
         is_recast = any(name_action(one) in ("rescaled", "cast") for one in self.applied)
         is_ambient = bool(list_autocast()) and is_recast  # which would change its dtypes again
@@ -210,12 +212,15 @@ class Component:
             return self._entrance.proceed(call, dtype, refuses=False)
 
     def _find_planned(self) -> torch.dtype | None:
-        """Return the format of its exponents; most weights of a small component may stay in fp32."""
+        """Return fp16 if exponents are applied, else None.
+
+        It can't be read from the weights, as most of a small component's may stay in fp32.
+        """
         is_scaled = any(name_action(one) == "rescaled" for one in self.applied)
         return torch.float16 if is_scaled else None
 
     def note_outputs(self, call: ComponentCall, output: Any) -> None:
-        """Note which tensors of a call's output are wider than its arguments, until it is repaired."""
+        """Record which output tensors have wider dtypes than the arguments, unless it is repaired."""
         came_as = call.came_as
         if came_as is not None and not self.is_repaired:
             self._entrance.wide = frozenset(
@@ -225,9 +230,15 @@ class Component:
             )
 
     def find_repair(self, remedy: Remedy, call: ComponentCall) -> tuple[ComponentPlan, ...]:
-        """Return the repairs that are to be in force when a remedy is tried.
+        """Return the repairs to apply for a remedy, which replace all that are applied.
 
-        Cost: for exponents a capture and a forward in fp32.
+        Args:
+            call: the failed call.
+
+        Raises:
+            ScalingError: no exponents can be found.
+
+        Cost: for exponents, a capture and a forward in fp32.
         """
         if remedy.action == "rescaled" and any(x.is_meta for x in self.module.parameters()):
             raise ScalingError(
@@ -262,7 +273,7 @@ class Component:
         return self.applied
 
     def put_on(self, repairs: tuple[ComponentPlan, ...]) -> None:
-        """Have these repairs in force and no others; calls of other threads are over before."""
+        """Apply these repairs in place of all others, after other threads' calls have finished."""
         if repairs == self.applied:
             return
         with find_lock(self.module).changing(), weights_at_hand(self.module):
@@ -283,7 +294,7 @@ class Component:
                 raise
 
     def _refuse_gradients(self) -> None:
-        """Stop a backward pass that reaches a parameter: its gradient would be that of another weight."""
+        """Make backward passes that reach a parameter fail: its gradient would have another scale."""
         kind = type(self.module).__name__
 
         def refuse(gradient: torch.Tensor) -> None:
@@ -299,7 +310,7 @@ class Component:
                 self._patches.defer(tensor.register_hook(refuse).remove)
 
     def take_off(self) -> None:
-        """Leave the component without plan and repairs, to the last bit. Harmless when repeated."""
+        """Remove the plan's entry and all repairs, restoring every bit. A second call does nothing."""
         if not (self.applied or self._patches or self._entrance.patches):
             return
         with find_lock(self.module).changing():
@@ -311,7 +322,7 @@ class Component:
             self._entrance.dtype, self.applied = None, ()
 
     def _keep_waiting(self) -> None:
-        """Put back, by name, the current parameters without values: each call makes new ones."""
+        """Let undoing the repairs restore parameters on `meta` by name, because each call replaces them."""
         for part in self.module.modules():
             for name, tensor in part._parameters.items():
                 if tensor is not None and tensor.is_meta:
@@ -350,7 +361,7 @@ class Component:
 
     @property
     def returns_wide(self) -> bool:
-        """Whether a repair makes it return values beyond fp16's range, or casts an encoder."""
+        """Whether a repair lets the component return values beyond fp16's range."""
         is_encoder = find_stage(self.name) == "encode"
         return any(
             bool(x.in_force.outputs) or (is_encoder and name_action(x) == "cast")
@@ -358,16 +369,17 @@ class Component:
         )
 
     def _report_once(self, text: str) -> None:
-        """Report it unless exponents that were put on before have had it reported."""
+        """Report a text to the user once for this component."""
         self.log.report_once(self.name, text, text)
 
     def _answer_refusal(self, refusal: Refusal) -> bool:
-        """Have a repair in force for a call that the exponents do not hold for, as at a fault.
+        """Apply a repair for a call that the exponents don't hold for.
+
+        The remedies are exponents for this kind of call and the earlier ones, if need be with an fp32
+        residual stream, a cast, or the original model if `hands_back`.
 
         Returns:
-            Whether the call can be made: by exponents for this kind of call and the earlier ones, with an
-            fp32 residual stream if need be, by a cast, or by the model as it was found, if that is handed
-            back.
+            Whether the call can be made now.
         """
         known = self.calibration
         may_repair = not refusal.path and known.may_repair and count_processes() == 1
@@ -403,7 +415,7 @@ class Component:
         return False
 
     def _find_scaling(self, call: ComponentCall) -> Scaling:
-        """Find exponents for all calls that failed so far, relative to the component as it was found."""
+        """Find exponents for all calls that failed so far, relative to the original component."""
         before = self.applied
         self.take_off()
         try:
@@ -424,30 +436,30 @@ class Component:
 
     @property
     def is_repaired(self) -> bool:
-        """Whether other repairs are in force than the plan's own."""
+        """Whether repairs other than the plan's own entry are applied."""
         return self.applied != self.planned
 
     @property
     def is_planned_anew(self) -> bool:
-        """Whether the plan must change to hold the repairs in force.
+        """Whether the plan must be updated with the applied repairs.
 
-        Casts of inputs need no change, and nor does a plan that was taken off for some calls.
+        Casts of inputs need no update, and neither does a plan that was removed for some calls.
         """
         found = tuple(x for x in self.applied if not is_cast_of_inputs(x))
         return bool(found) and found != self.planned
 
     def overlaps(self, modules: Collection[int]) -> bool:
-        """Return whether it is guarded and shares modules with these, given by identity."""
+        """Return whether the component is guarded and has any of these modules, given by their ids."""
         own = (id(part) for part in self.module.modules())
         is_guarded = self.is_admitted or self._under is not None
         return bool(is_guarded) and any(part in modules for part in own)
 
     def name_precisions(self) -> tuple[str, ...]:
-        """Name the formats that it computes in, that of most of its weights first."""
+        """Return the names of the formats that the component computes in, the most frequent first."""
         return tuple(map(name_dtype, self.read_precisions()))
 
     def read_precisions(self) -> tuple[torch.dtype, ...]:
-        """Return the dtypes that it computes in: those of its weights, or of their casts at each call."""
+        """Return the dtypes that the component computes in: its weights', or that of their casts."""
         if self.computes_in is not None:
             return (self.dtype or self.computes_in,)
         return read_precisions(self.module)
@@ -485,7 +497,7 @@ def _record_refusal(component: str, refusal: Refusal, action: str, reason: str) 
 
 
 def computes_bf16(device: torch.device) -> bool:
-    """Return whether a device computes bf16 natively; False for one that cannot be asked."""
+    """Return whether a device computes bf16 natively; False if it can't be probed."""
     try:
         support = probe_formats(choose_device(str(device)))["bf16"]
     except Exception:  # whatever a backend does: what was found of a fault matters more
@@ -494,7 +506,7 @@ def computes_bf16(device: torch.device) -> bool:
 
 
 def _find_training_code(module: torch.nn.Module) -> str | None:
-    """Find the first part in training mode whose `forward` asks for it; return its path or None."""
+    """Return the path of the first module in training mode whose `forward` depends on that, or None."""
     for path, part in module.named_modules():
         is_idle = getattr(part, "p", None) == 0  # a dropout that drops nothing
         if part.training and not is_idle and _asks_for_training(type(part)):  # type: ignore[arg-type]
@@ -513,14 +525,16 @@ def _asks_for_training(kind: Any) -> bool:
 def merge_scalings(
     before: Scaling, found: Scaling, used: Iterable[str], methods: Collection[str] = ("forward",)
 ) -> Scaling:
-    """Merge new exponents with the old ones of parts that the new calls do not use.
+    """Merge new exponents with the old ones of submodules that the new calls don't use.
 
-    Certificates and trials cover a whole scaling, so the merged one counts as measured, and not as tried.
+    Certificates and trials hold only for a whole scaling, so the merged one counts as measured and
+    untested.
 
     Args:
-        found: solved for the calls that failed, relative to the component as it was.
-        used: parameters that take part in those calls.
-        methods: of the component that those calls are calls of.
+        before: the old scaling.
+        found: solved for the calls that failed, relative to the original component.
+        used: names of the parameters that those calls use.
+        methods: names of the component's methods that were called.
     """
     parts = {name.partition(".")[0] for name in used}
     if "forward" in methods:
@@ -566,7 +580,7 @@ def merge_scalings(
 def _merge_streams(
     before: ResidualStream | None, found: ResidualStream | None, keeps: Callable[[str], bool]
 ) -> ResidualStream | None:
-    """Merge the new stream with the casts of the old one on kept parts; None if there are none at all."""
+    """Merge the new residual stream with the old one's casts on kept submodules; None if there are none."""
     if before is None:
         return found
     paths: dict[str, Any] = {
@@ -582,13 +596,14 @@ def _merge_streams(
 
 @dataclass
 class RepairCache:
-    """What guards of components found, for the next guard of them; forgotten with the component.
+    """Repairs that guards found, for the next guard of the same component.
 
-    It is put on as long as the weights, by samples of each, and the code are those that it was found for.
-    Components whose weights wait elsewhere cannot be compared: each guard begins anew there.
+    They are applied only if the weights (by samples of each) and the code are unchanged. Components with
+    weights on `meta` can't be compared, so each guard starts without cached repairs.
 
     Attributes:
-        outdated: classes of components whose weights or code were others when they came again.
+        outdated: class names of components whose weights or code have changed.
+        code: cache of their compiled code.
     """
 
     outdated: list[str] = field(default_factory=list)
@@ -598,7 +613,7 @@ class RepairCache:
     ] = field(default_factory=WeakKeyDictionary)
 
     def put_on(self, state: Component) -> tuple[ComponentPlan, ...]:
-        """Put on the repairs that an earlier guard found; return them, or () for none."""
+        """Apply the repairs that an earlier guard found, and return them; return () without any."""
         if state.module not in self._kept:
             return ()
         weights, applied, calibration = self._kept[state.module]
@@ -611,7 +626,7 @@ class RepairCache:
         return applied
 
     def keep(self, state: Component, applied: tuple[ComponentPlan, ...]) -> None:
-        """Keep the repairs of a component that is again as it was before its guard."""
+        """Store the repairs of a component whose guard has been removed."""
         weights = _sign(state.module)
         if weights:
             self._kept[state.module] = weights, applied, state.calibration

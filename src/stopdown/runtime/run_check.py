@@ -1,13 +1,13 @@
-"""Check the calls of a pipeline itself: values that no component made, frames and sound that are wrong.
+"""Check of a pipeline's own calls: NaN and Inf that no component made, faulty frames and sound.
 
-A fault of the scheduler's last step, or of the pipeline's own arithmetic behind it, reaches no component.
-It is named where it began, and stops the run: it was given to the pipeline, or made by its scheduler, or
-by its own arithmetic (guidance, scaling of latents).
+A fault of the scheduler's last step, or of the pipeline's own arithmetic after it, reaches no component. It
+stops the run with an error that names its origin: the pipeline's arguments, its scheduler, or its own
+arithmetic (guidance, scaling of latents).
 
-**Catches** NaN and Inf in a result's tensors and arrays, latents too; arguments of the pipeline's call that
-are not finite; the scheduler's last step; what went into that step.
-**Does not catch** which line of the pipeline's code it was. Pictures that were rounded to bytes already
-have black where NaN was, which is found in the frames.
+**Catches** NaN and Inf in a result's tensors and arrays, also latents; in the arguments of the pipeline's
+call; in the scheduler's last step and its inputs.
+**Does not catch** the faulty line of the pipeline's code. In pictures that were rounded to bytes, NaN is
+black, which is found by the check of frames.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _WHOLE_VIDEO = 4
 
 
 def count_bad(output: Any) -> tuple[int, int, int]:
-    """Count the values of a result that are NaN, those that are infinite, and all values.
+    """Return the numbers of NaN, of Inf and of all values in a result; zeros if all are finite.
 
-    Cost: a pass over it; one host read when it holds tensors that are not on the CPU.
+    Cost: a pass over it; one host read for tensors on a device.
     """
     leaves = list(iterate_leaves(output, (torch.Tensor, np.ndarray)))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
@@ -61,7 +61,7 @@ def count_bad(output: Any) -> tuple[int, int, int]:
 def collect_videos(output: Any) -> list[np.ndarray[Any, Any]]:
     """Collect the videos and pictures in a pipeline's output, each `[T, H, W, 3]` uint8.
 
-    Latents, and whatever else is no picture, are left out.
+    Latents and other values are left out.
     """
     found = getattr(output, "frames", None)
     if found is None:
@@ -87,7 +87,7 @@ def _iterate_videos(found: Any) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def _stack(pictures: Any) -> np.ndarray[Any, Any] | None:
-    """Stack pictures into one uint8 array with colours last; return None for anything else."""
+    """Stack pictures into one uint8 array with the channels last; return None for anything else."""
     try:
         array = np.stack([_to_array(picture) for picture in pictures])
     except (TypeError, ValueError, RuntimeError):
@@ -103,7 +103,7 @@ def _stack(pictures: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _to_array(picture: Any) -> np.ndarray[Any, Any]:
-    """Convert a picture to an array with its colours last; Diffusers' tensors have them before the rows."""
+    """Convert a picture to an array with the channels last; Diffusers' tensors have them before height."""
     if not isinstance(picture, torch.Tensor):
         return np.asarray(picture)
     array = picture.detach().float().cpu().numpy()
@@ -113,10 +113,12 @@ def _to_array(picture: Any) -> np.ndarray[Any, Any]:
 
 @dataclass(frozen=True)
 class FaultOrigin:
-    """Where a fault began outside of the components.
+    """The origin of a fault outside of the components.
 
     Attributes:
-        source: `scheduler`, `pipeline`, or the component that was reported before.
+        source: `scheduler`, `pipeline`, or a component whose fault was reported before.
+        what: the origin in a sentence.
+        remedy: what to do; "" for a reported fault.
     """
 
     source: str
@@ -130,12 +132,15 @@ def find_fault_origin(
     given: Mapping[str, Any],
     unwatched: Iterable[str],
 ) -> FaultOrigin:
-    """Find the origin of the values that are not finite.
+    """Find the origin of NaN and Inf outside of the components.
 
     Args:
-        unwatched: components that could not be examined, each as a sentence.
+        steps: has the scheduler's last result and inputs.
+        repairs: of this run.
+        given: the pipeline's arguments by name.
+        unwatched: a sentence for each component that could not be checked.
 
-    Cost: two host reads for each tensor that is looked at.
+    Cost: two host reads for each checked tensor.
     """
     for repair in repairs:
         if repair.action == "none":
@@ -177,7 +182,7 @@ def _say_finite(unwatched: Iterable[str]) -> str:
 
 
 class RunCheck:
-    """Checks what leaves a pipeline."""
+    """Checks the outputs of a pipeline."""
 
     def __init__(self, session: Session) -> None:
         self.findings: list[Finding] = []
@@ -190,7 +195,7 @@ class RunCheck:
     def run(self, call: ComponentCall) -> Any:
         """Make one call of the pipeline, and check its output.
 
-        Cost: a pass over the result; one host read when that holds tensors.
+        Cost: a pass over the result; one host read if it contains tensors.
         """
         thread = threading.get_ident()
         if thread in self._given:  # a class that calls its parent's `__call__`
@@ -224,7 +229,7 @@ class RunCheck:
             self._report_result(f"The pipeline's result holds {counts} in {total} values.")
 
     def _report_result(self, what: str) -> None:
-        """Record values that are not finite and that no component made; end the run, or hand them back."""
+        """Record NaN or Inf that no component made; raise `NonFiniteError` unless faults only warn."""
         origin = self.find_origin()
         repair = Repair(
             component="pipeline",
@@ -241,10 +246,10 @@ class RunCheck:
             raise NonFiniteError(origin.what, expected=what, remedy=origin.remedy)
 
     def check_frames(self, output: Any) -> None:
-        """Report black, grey, frozen and noisy pictures, and sound that is wrong.
+        """Report black, grey, frozen and noisy pictures, and faulty sound.
 
         Args:
-            output: what a pipeline returned; or a tuple of pictures `[B, H, W, 3]` in 0 to 1.
+            output: of a pipeline; or a tuple of pictures `[B, H, W, 3]` in 0 to 1.
 
         Cost: a pass over the pictures.
         """
@@ -280,5 +285,5 @@ class RunCheck:
         )
 
     def _list_given(self) -> Mapping[str, Any]:
-        """Return what this thread called the pipeline with; empty outside of its call."""
+        """Return the arguments of this thread's pipeline call by name; empty outside of a call."""
         return self._given.get(threading.get_ident(), {})

@@ -1,8 +1,7 @@
-"""A run: a checkpoint loaded by a plan, placed, called under the guard; its file and its record.
+"""`Runner`: load a checkpoint by a plan, place its weights, run it under the guard, write file and record.
 
-`generate` makes one or several with the same loaded pipeline, `batch` many, and `compare` its cells.
-
-An error of a model's own code ends in one message that says where it was raised.
+`generate` makes one run or several with the same loaded pipeline, `batch` many, and `compare` uses parts of
+it. An error in a model's own code becomes one message with the line that raised it.
 """
 
 from __future__ import annotations
@@ -56,14 +55,16 @@ from stopdown.sources.sources import fingerprint
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a program gave under a guard.
+    """The result of a program's run under a guard.
 
     Attributes:
-        output: what it returned; of a pipeline its frames, `[T, H, W, 3]` uint8, or None if it makes
-            sound alone.
-        updated: the plan with the repairs in it; None when there is no plan, or was no repair.
-        sound: that a pipeline made; None without any.
-        fps: frames per second that the sound belongs to; None without frames and sound.
+        output: of the program; for a pipeline its frames, `[T, H, W, 3]` uint8, or None if it generates
+            only sound.
+        seen: the guard's record.
+        updated: the plan updated with the repairs; None without a plan or repairs.
+        elapsed_s: seconds of the run.
+        sound: that a pipeline generated; None without any.
+        fps: frame rate that the sound was generated for; None without frames and sound.
     """
 
     output: Any
@@ -84,13 +85,14 @@ class RunResult:
 
 @dataclass(frozen=True)
 class RunOutput:
-    """What a run is to leave behind.
+    """The requested output of a run.
 
     Attributes:
-        output: path of the file; the record is the caller's to write.
-        started: when the run began, by `time.perf_counter`.
+        output: path of the file; the caller writes the record.
+        fps: frame rate of a video.
+        started: start of the run, by `time.perf_counter`.
         fields: further fields of the record, among them `request`.
-        numbered: replace nothing: take the first free name instead.
+        numbered: replace nothing; append the first free number to the name instead.
     """
 
     output: str
@@ -101,16 +103,16 @@ class RunOutput:
 
 
 class Runner:
-    """A checkpoint on a device, which makes one request after the other.
+    """Runs requests on a checkpoint, one after the other.
 
-    The pipeline stays loaded until another plan comes, and its weights stay placed until a run makes other
-    sizes.
+    The pipeline stays loaded until a run has another plan, and its memory strategy stays until a run has
+    other sizes.
 
     Args:
-        source: with the class of the pipeline that serves the requests.
+        source: with the pipeline class for the requests.
 
     Attributes:
-        loaded: None until the first run.
+        loaded: the pipeline with its plan; None until the first run.
     """
 
     def __init__(self, source: Source, device: Device) -> None:
@@ -130,10 +132,13 @@ class Runner:
         *,
         progress: Progress | None = None,
     ) -> tuple[RunRecord, RunResult]:
-        """Load a model unless it is loaded, make a request under the guard, and write its file.
+        """Load the model if needed, run a request under the guard, and write its file.
 
         Args:
-            settings: of the guard; what belongs to the loaded pipeline is set here.
+            settings: of the guard; those that depend on the loaded pipeline are set here.
+
+        Returns:
+            The run's record, which isn't written, and its result.
         """
         stages = {"prepare": time.perf_counter() - wanted.started}
         announce = settings.announce or warn_user
@@ -176,7 +181,11 @@ class Runner:
     def load(
         self, plan: Plan, stages: dict[str, float] | None = None, progress: Progress | None = None
     ) -> None:
-        """Load the pipeline by a plan, unless it is; `stages` gets the seconds that it took."""
+        """Load the pipeline by a plan, unless that is loaded already.
+
+        Args:
+            stages: receives the seconds that it took, under `load`.
+        """
         seal = plan.seal or to_json(plan)
         if self.loaded is not None and self._seal == seal:
             return
@@ -188,7 +197,7 @@ class Runner:
             stages["load"] = time.perf_counter() - begun
 
     def _place(self, request: Request, stages: dict[str, float], announce: Announce) -> AppliedPlan:
-        """Place the weights for runs of these sizes, unless they are."""
+        """Choose and enter the memory strategy for a request's sizes, unless it was for the last run."""
         loaded = self.loaded
         assert loaded is not None
         asked = {x.name: getattr(request, x.name) for x in dataclasses.fields(request)}
@@ -214,7 +223,7 @@ class Runner:
         return loaded
 
     def release(self) -> None:
-        """Take off the offloader; the next run places the weights again."""
+        """Remove the memory strategy; the next run chooses one again."""
         self._placed.close()
         self._sizes = ""
         if self.loaded is not None:
@@ -224,10 +233,10 @@ class Runner:
 def make_frames(
     loaded: AppliedPlan, request: Request, *, output: str, settings: GuardOptions
 ) -> RunResult:
-    """Call a pipeline under the guard, which is gone when this returns.
+    """Call a pipeline once under a guard, and return its frames and sound.
 
     Args:
-        output: path that the frames are for; refused at once when it cannot hold them.
+        output: path for the frames; one whose format can't store them is refused before the call.
     """
     arguments = build_arguments(loaded.pipe, request)
     sides = list_own_sides(loaded.pipe, request)
@@ -249,7 +258,11 @@ def make_frames(
 
 
 def run_guarded(loaded: AppliedPlan, start: Callable[[], Any], settings: GuardOptions) -> RunResult:
-    """Run a program once under a guard, which is gone when this returns."""
+    """Run a program once under a guard, and remove the guard.
+
+    Args:
+        start: runs the program and returns its output.
+    """
     settings = dataclasses.replace(settings, decisions=loaded.decisions, frames=False)
     guarding = Guard(loaded.pipe, settings).put_on()
     begun = time.perf_counter()
@@ -260,10 +273,10 @@ def run_guarded(loaded: AppliedPlan, start: Callable[[], Any], settings: GuardOp
 
 
 def _call(pipe: Any, arguments: dict[str, Any], seed: int) -> Any:
-    """Run the pipeline; turn its refusal of arguments into a message without a traceback.
+    """Call a pipeline; turn its errors into `StopdownError`s with one message.
 
-    Some pipelines draw noise without the generator that they are given: PyTorch's own has the seed as well,
-    and is as before when this returns.
+    PyTorch's own generators are seeded as well and restored afterwards, because some pipelines draw noise
+    without the generator in their arguments.
     """
     try:
         with describing_out_of_memory(), seeded_generators(seed):
@@ -282,9 +295,10 @@ def _call(pipe: Any, arguments: dict[str, Any], seed: int) -> Any:
 def write_result(
     wanted: RunOutput, made: RunResult, announce: Announce
 ) -> tuple[Path, tuple[Finding, ...]]:
-    """Write the file of a run; return its path, and the faults of the frames and the sound.
+    """Write the file of a run; return its path, and the faults found in its frames and sound.
 
-    The record of a replaced file is removed. Anything that the file cannot keep is announced.
+    The record of a replaced file is removed. If the file's format can't store the sound, or another frame
+    rate is used, that is announced.
     """
     frames, sound, fps = made.output, made.sound, made.fps or wanted.fps
     kind = Path(wanted.output).suffix.lower()
@@ -325,6 +339,6 @@ def _describe_run(
 
 
 def write_run_record(record: RunRecord, output: str | Path) -> None:
-    """Write the record of a run beside its output, whole or not at all."""
+    """Write the record of a run atomically to a file beside its output."""
     with written_beside(find_record_path(output), replaces=describe_no_run) as part:
         part.write_text(to_json(record), encoding="utf-8")

@@ -1,17 +1,15 @@
-"""Guard whatever a script calls, while it runs unedited in this process.
+"""Guards for the model calls of an unedited script that runs in this process.
 
-Each call of a pipeline gets a guard of its own, and so does each outermost call of a module that the
-script makes without one. It is gone when the call returns: what the script does with a model between calls
-(move it, save it, load adapters) it does with its own weights. What one call repaired is put on from the
-start of the next one. A fault that no repair helps is reported once, and the script gets what the model
-gave, as without a guard.
+Each call of a pipeline gets its own guard, and so does each outermost module call outside of pipelines.
+The guard is removed when the call returns, so between calls the script moves, saves and adapts its
+original weights. The repairs of one call are applied from the start of the next. A fault without a repair
+is reported once, and the script gets the model's output, as without a guard.
 
-**Catches** NaN and Inf in what components return, which are repaired there, in Diffusers pipelines and
-without one; black, grey, frozen and noisy frames in what a pipeline returns, which are found.
+**Catches** NaN and Inf in the outputs of components, which are repaired, inside and outside of Diffusers
+pipelines; black, grey, frozen and noisy frames in a pipeline's output, which are reported.
 **Does not catch** calls of modules in training, which are left alone; methods other than `encode` and
-`decode` that a script calls on a module by themselves, unless a pattern names them, but for the modules
-that these call; frames that
-it asked for as latents.
+`decode` that a script calls on a module directly, unless a pattern names them (modules that they call are
+guarded); frames that the script requested as latents.
 """
 
 from __future__ import annotations
@@ -51,16 +49,18 @@ from stopdown.runtime.run_check import collect_videos
 from stopdown.scaling import ComponentCall, put_cast
 
 _METHODS = ("encode", "decode")
-"""Methods that are component calls, where a class has both."""
+"""Methods that are component calls if a class has both."""
 
 
 @dataclass
 class ModuleCalls:
-    """The calls of modules that a script made without a pipeline.
+    """Statistics of a script's module calls outside of pipelines.
 
     Attributes:
-        left: calls that were left alone, by component and why.
-        unwanted: components that were called and that no pattern names.
+        log: of their repairs.
+        calls: component → statistics of its calls.
+        left: (component, reason) → number of calls that were left alone.
+        unwanted: components that were called but that no pattern matches.
     """
 
     log: RepairLog
@@ -76,7 +76,7 @@ class ModuleCalls:
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def name_callee(self, module: torch.nn.Module, method: str) -> Callee:
-        """Name a module's call by class and order: `UNet`, `UNet_2`, `AutoencoderKL.decode`."""
+        """Name a module's call by its class and order, such as `UNet`, `UNet_2`, `AutoencoderKL.decode`."""
         with self._counting:
             if module not in self._names:
                 kind = type(getattr(module, "_orig_mod", module)).__name__  # of torch.compile
@@ -93,7 +93,7 @@ class ModuleCalls:
         return self.calls[component].calls if component in self.calls else 0
 
     def add(self, record: GuardRecord) -> None:
-        """Add the record of one call's guard."""
+        """Add the record of one call's guard to the statistics."""
         for call in record.calls:  # of one module one thread at a time
             before = self.calls.get(call.component)
             self.calls[call.component] = before.add(call) if before else call
@@ -104,7 +104,7 @@ class ModuleCalls:
         self._reused |= dict.fromkeys(record.reused)
 
     def note_failure(self, name: str, error: Exception) -> None:
-        """Note a call of this name that raised an error other than a fault of values."""
+        """Record that a call of this name raised an error, for `unwatched`."""
         self._unwatched[f"A call of {name} ended with {type(error).__name__}."] = None
 
     @property
@@ -136,12 +136,16 @@ def _explain_leaving(module: torch.nn.Module) -> str:
 
 @dataclass
 class ScriptGuard:
-    """Guards the calls of every pipeline that is made while it is on, and of every other module.
+    """Guards the calls of every pipeline that is created while it is active, and of other modules.
 
     Attributes:
-        plan: put on each pipeline that it belongs to; with the repairs of earlier calls in it.
-        precision: what components run in that the script has in another 16 bits; None leaves them.
-        runs: what each guard saw and did, one for each call of a pipeline.
+        announce: receives messages for the user.
+        plan: applied to each pipeline that it belongs to; updated with the repairs of earlier calls.
+        components: patterns of the components to guard; empty for all.
+        precision: dtype for components that the script loads in the other 16-bit format; None leaves them.
+        runs: the guard's record of each pipeline call.
+        findings: problems in the pipelines' outputs.
+        failed: whether a fault was left unrepaired.
     """
 
     announce: Callable[[str], None]
@@ -160,7 +164,7 @@ class ScriptGuard:
         self.modules = ModuleCalls(RepairLog(self.announce))
 
     def put_on(self, patches: Patches) -> None:
-        """Guard calls until `patches` is undone."""
+        """Guard the script's calls until `patches` is undone."""
         intercept_runs(self._run, patches)
         intercept_methods(_METHODS, patches)
         # of `*.decode` also where a class has one of `_METHODS`
@@ -191,13 +195,13 @@ class ScriptGuard:
 
     @contextlib.contextmanager
     def _meet_module(self, module: torch.nn.Module, method: str) -> Iterator[None]:
-        """Wrap an outermost call of a module that no pipeline makes."""
+        """Guard an outermost module call outside of pipelines, while no other thread calls the module."""
         is_left = bool(_explain_leaving(module))
         with contextlib.nullcontext() if is_left else find_lock(module).owned():
             yield from self._guard_call(module, method)
 
     def _guard_call(self, module: torch.nn.Module, method: str) -> Iterator[None]:
-        """Guard such a call, while no other thread calls the module."""
+        """Put a guard on a module for one call, and record the call's statistics."""
         callee = self.modules.name_callee(module, method)
         guarding = self._guard_module(callee)
         if guarding is None:
@@ -214,7 +218,7 @@ class ScriptGuard:
 
     @contextlib.contextmanager
     def _casting(self, callees: Iterable[Callee]) -> Iterator[None]:
-        """Run component calls in the requested precision; outputs come back as before."""
+        """Run component calls inside the block in the requested precision, with outputs cast back."""
         with Patches() as patches:
             if self.precision is not None:
                 for callee in callees:
@@ -223,7 +227,7 @@ class ScriptGuard:
             yield
 
     def _bring(self, callee: Callee, wanted: torch.dtype) -> bool:
-        """Cast a component from the other 16-bit format; return whether it was cast now or before."""
+        """Cast a component from the other 16-bit format to `wanted`; return whether it is cast."""
         module = find_module(callee)
         found = next(iter(read_precisions(module)), None)
         if found in (torch.float16, torch.bfloat16) and found != wanted:
@@ -234,7 +238,7 @@ class ScriptGuard:
         return module in self._cast
 
     def _guard_module(self, callee: Callee) -> Guard | None:
-        """Make the guard of one call; return None for a call to leave alone."""
+        """Make the guard for one module call; return None if the call is left alone."""
         why = _explain_leaving(callee.owner)
         if why:
             self.modules.left[callee.name, why] += 1
@@ -248,7 +252,7 @@ class ScriptGuard:
 
     @contextlib.contextmanager
     def _failing(self, guarding: Guard) -> Iterator[None]:
-        """Note whether a fault was left."""
+        """Record in `failed` whether the block left a fault unrepaired."""
         before = len(guarding.repairs)
         try:
             yield
@@ -267,7 +271,7 @@ class ScriptGuard:
         self.modules.log.report_once(name, text, text)
 
     def _guard_by_plan(self, pipe: Any, options: GuardOptions) -> Guard | None:
-        """Make a guard with the plan; return None if there is none, or it is another model's."""
+        """Make a guard with the plan; return None if there's no plan, or it's another model's."""
         if self.plan is None:
             return None
         try:
@@ -278,7 +282,7 @@ class ScriptGuard:
             return None
 
     def _guard_by_what_was_found(self, program: Any, options: GuardOptions) -> Guard:
-        """Make a guard with the repairs of earlier calls."""
+        """Make a guard that applies the repairs of earlier calls."""
         options = dataclasses.replace(options, repair_cache=self._repair_cache)
         made = Guard(program, options).put_on()
         while self._repair_cache.outdated:

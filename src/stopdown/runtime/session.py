@@ -1,23 +1,20 @@
-"""The component calls of one program: which they are, and what a guard puts around each of them.
+"""`Session`: the component calls of one guarded program, and the guard's layers around them.
 
-Three objects hold what a guard knows. A `Session` owns the program, the guard's options and log, the plan's
-exponents, the step counter, and the two below; it decides what is guarded, until `stage` ends it. A
-`Component` (`repairs`) owns one module: what a plan and repairs have in force on it, what its failing
-calls reached, the notes of its modules. A `Call` (`guarded_call`) owns one way of calling a component: its
-layers, its latest arguments, what was counted. A session has one component for a module and one call for a
-name; several calls may share a component. What works on them (`watch`, `fault_handler`, `run_check`) keeps
-nothing of them itself.
+Three classes hold a guard's state. A `Session` owns the program, the guard's options and log, the plan's
+exponents, the step counter, and the other two; it decides what is guarded, until `stage` ends it. A
+`Component` (`repairs`) owns one module: its plan entry and repairs, the ranges of its failed calls, and
+the activation ranges of its modules. A `Call` (`guarded_call`) owns one way of calling a component: its
+layers, its latest arguments and its statistics. A session has one component for each module and one call
+for each name; several calls may share a component. `watch`, `fault_handler` and `run_check` work on these
+and keep no state of calls. Around each call are the layers of the session's two listeners: the inner one
+records the component's actual arguments (`Rank.COMPONENT`), the outer one checks its output
+(`Rank.GUARD`). Around all hooks of the module, a further layer keeps other threads from changing it. A
+pipeline's components are known from the start. In any other program, outermost module calls are found as
+they happen (`outermost_calls`), and the layers exist only during the call.
 
-Around each call lie the layers of a session's listeners, in their order: next to the component the one that
-keeps what it is really called with (`Rank.COMPONENT`), outside of it the one that checks what came out
-(`Rank.GUARD`). Around all hooks of the module a further layer keeps other threads from changing it.
-
-A pipeline's components are known from the start. Of any other program the calls of outermost modules are
-found as they happen (`outermost_calls`); the layers lie there during the call and no longer.
-
-**Catches** components that are compiled or replaced meanwhile; calls of several threads.
-**Does not catch** calls that another thread began before the session was put on. Calls that are enclosed by
-those of a module that is not part of the program are reported, not guarded.
+**Catches** components that are compiled or replaced in the meantime; calls of several threads.
+**Does not catch** calls that another thread began before the session was put on. Calls inside of another
+module's call that isn't part of the program are reported, not guarded.
 """
 
 from __future__ import annotations
@@ -65,21 +62,21 @@ from stopdown.scaling import CallWatch, ComponentCall, Rank, intercept
 from stopdown.sources.hub import Progress
 
 _PATIENCE_S = 0.01
-"""How long a call waits at a time for a guard to be removed, which may wait for a call around it."""
+"""Seconds that a call waits at a time for a guard's removal, which may itself wait for an outer call."""
 
 Listener = Callable[[Call, ComponentCall], Any]
-"""Called instead of a component call; goes on by `call.proceed()`, and returns the call's output."""
+"""A function that runs around a component call; it continues by `call.proceed()` and returns the output."""
 
 
 Announce = Callable[[str], None]
-"""Told once of each kind of repair, in whole sentences."""
+"""A function that receives a message for the user, once for each kind of repair."""
 
 Observer = Callable[[str, str, int, int], None]
-"""Told of each finished call: component, stage, steps done, steps in all (0 when unknown)."""
+"""A function of each finished call's component, stage, finished steps and all steps (0 if unknown)."""
 
 
 def tell_calls(progress: Progress) -> Observer:
-    """Make the observer that shows calls as progress; after the last step, it shows decoding."""
+    """Make an observer that reports calls as progress; after the last step, it reports decoding."""
 
     def observe(component: str, stage: str, done: int, total: int) -> None:
         progress(stage, component, done + (stage == "denoise"), total)
@@ -91,17 +88,18 @@ def tell_calls(progress: Progress) -> Observer:
 
 @dataclass(frozen=True)
 class GuardOptions:
-    """What a guard does, and whom it tells; what is not said here is as for `guard`.
+    """The options of a guard; those that aren't listed here are as for `guard`.
 
     Attributes:
         decisions: precision of each call with its reason, for messages.
-        plan: put on before the guard, and taken off with it.
-        repair_cache: what earlier guards found, put on from the start; what this one finds is added.
-        names_culprit: run a call that failed once more to find where the fault begins.
-        log: goes on with what other guards did; None begins anew.
-        calls_before: of the component, under other guards.
-        hands_back: a fault that no repair helps is reported, and the program gets what the model gave;
-            else it ends the run.
+        plan: applied before the guard, and removed with it.
+        repair_cache: repairs of earlier guards, applied from the start; this guard's are added.
+        names_culprit: run a failed call once more to find where the fault begins.
+        components: patterns of names or classes of the components to guard; empty for all.
+        log: of earlier guards, to be continued; None starts a new one.
+        calls_before: number of the component's calls under earlier guards, for messages.
+        hands_back: report a fault that can't be repaired, and return the model's output; False ends the
+            run.
     """
 
     on_fault: OnFault = "repair"
@@ -134,15 +132,15 @@ class GuardOptions:
 
 
 class Session(SameInCopies):
-    """The components and calls of one program, and the layers of a guard's listeners around them.
+    """The components and calls of one program, with the layers of a guard's listeners around them.
 
     Attributes:
-        components: by `id` of the module.
-        calls: by name, `vae.decode`.
-        planned: exponents of a plan, by component.
-        turn: held while several threads change what is counted here, and waited on until `stage` is `left`.
-        stage: `on`; `leaving`, a call at fault is made again without the guard; `left`, the components are
-            as they were.
+        components: `id` of the module → component.
+        calls: name, such as `vae.decode` → call.
+        planned: component → exponents of its plan.
+        turn: lock for the statistics, and condition to wait until `stage` is `left`.
+        stage: `on`; `leaving`: the guard is being removed, and faulty calls are made again without it;
+            `left`: all components are restored.
     """
 
     def __init__(self, pipe: Any, options: GuardOptions) -> None:
@@ -163,22 +161,22 @@ class Session(SameInCopies):
 
     @property
     def is_over(self) -> bool:
-        """Whether the guard is removed."""
+        """Whether the guard is removed, or is being removed."""
         return self.stage != "on"
 
     def put_on(self, inner: Listener, outer: Listener) -> None:
-        """Intercept the calls that are known.
+        """Intercept the component calls that are known before a run.
 
         Args:
-            inner: stands next to the component.
-            outer: stands outside of plans and memory strategies.
+            inner: listener next to the component.
+            outer: listener outside of plans and memory strategies.
         """
         self._listeners = inner, outer
         for callee in self._list_callees():
             self._guard_call(callee)
 
     def listen(self) -> None:
-        """Find the calls of outermost modules as they happen, if the adapter does not know them."""
+        """Intercept outermost module calls as they happen, in a program whose calls aren't known."""
         if not self._has_free_methods:
             return
         modules = find_adapter(self.pipe).name_modules(self.pipe)
@@ -192,14 +190,14 @@ class Session(SameInCopies):
 
     @property
     def _has_free_methods(self) -> bool:
-        """Whether the program's methods are called inside of other calls, too."""
+        """Whether the program's methods may be called inside of other calls as well."""
         return find_adapter(self.pipe) is GENERAL
 
     def follow(self, *, is_late: bool = False) -> None:
-        """Intercept the calls of components that were compiled or replaced since.
+        """Intercept the calls of components that were compiled or replaced since the last time.
 
         Args:
-            is_late: the run has begun, so its encoders were called.
+            is_late: the run has begun, so its encoders were already called.
         """
         for callee in self.list_moved():
             if is_late and callee.stage == "encode":
@@ -212,7 +210,7 @@ class Session(SameInCopies):
             self._guard_call(callee)
 
     def list_moved(self) -> list[Callee]:
-        """List component calls that go past the guard: of components that were compiled or replaced."""
+        """List component calls that bypass the guard, because the component was compiled or replaced."""
         places = {name: (call.callee.owner, call.slot) for name, call in self.calls.items()}
         return [
             callee
@@ -223,10 +221,10 @@ class Session(SameInCopies):
         ]
 
     def leave(self) -> list[tuple[Component, Any]]:
-        """Leave each component as it was, under its lock, repairs first; then take all layers off.
+        """Restore each component under its lock, then remove all layers.
 
         Returns:
-            Components with the repairs that were in force.
+            Repaired components with the repairs that were applied.
         """
         with self.turn:
             self.stage = "leaving"
@@ -250,7 +248,7 @@ class Session(SameInCopies):
         return found
 
     def find_component(self, module: torch.nn.Module) -> Component:
-        """Return the component that a module is, made when it is first asked for."""
+        """Return the `Component` of a module; create it at the first call."""
         with self.turn:
             state = self.components.get(id(module))
             if state is None:
@@ -273,7 +271,7 @@ class Session(SameInCopies):
         return [x for x in find_callees(self.pipe) if self.options.wants(x)]
 
     def _guard_call(self, callee: Callee) -> None:
-        """Intercept a component call; at another object in the component's place no more."""
+        """Intercept a component call, and stop intercepting an earlier module that it replaces."""
         assert self._listeners is not None
         state, slot = self.find_component(find_module(callee)), find_slot(callee)
         guarded = self.calls.get(callee.name)
@@ -302,7 +300,7 @@ class Session(SameInCopies):
         put_layer(callee.owner, whole, turn, guarded.patches, Rank.TURN, callee)
 
     def check(self, guarded: Call, output: object) -> CallCheck:
-        """Check a call's output and arguments; keep maxima, and report values that a plan does not cover.
+        """Check a call's output and arguments, record maxima, and report arguments beyond a plan's limits.
 
         Cost: two operations, one for each module that clamps, and one host read.
         """
@@ -326,10 +324,10 @@ class Session(SameInCopies):
     def _meet_module(
         self, names: Mapping[int, str], module: torch.nn.Module, method: str
     ) -> Iterator[None]:
-        """Guard the call of an outermost module if it is one of the program's.
+        """Guard an outermost module call inside the block, if the module belongs to the program.
 
         Args:
-            names: of its modules, by `id`.
+            names: `id` of each of the program's modules → name.
         """
         name = _find_name(names, module) if method == "forward" else None
         if name is None or self._leaves(module, name):
@@ -366,7 +364,7 @@ class Session(SameInCopies):
     def _notice_enclosed(
         self, names: Mapping[int, str], name: str, module: torch.nn.Module, args: object
     ) -> None:
-        """Report once that another module's call encloses the call of a module that was given."""
+        """Report once that one of the program's modules is called inside of another module's call."""
         if is_traced():
             return
         enclosing = find_outermost()
@@ -380,9 +378,9 @@ class Session(SameInCopies):
             self.log.leave(f"{name}, enclosed", text)
 
     def _notice_transformed(self, name: str, module: torch.nn.Module, args: object = ()) -> None:
-        """Report once that a call whose values cannot be read is not repaired.
+        """Report once that an fp16 call inside `torch.func` can't be checked or repaired.
 
-        One of a module with exponents needs no repair.
+        A module with exponents needs no repair.
         """
         if is_traced() or not is_transformed() or CallWatch.find(module) is not None:
             return
@@ -395,7 +393,7 @@ class Session(SameInCopies):
             )
 
     def _leaves(self, module: torch.nn.Module, name: str) -> bool:
-        """Return whether a call belongs to training, which is reported once."""
+        """Return whether a call belongs to training and isn't guarded; report the first such call."""
         if not is_in_training(module):
             return False
         self.log.leave(
@@ -406,10 +404,9 @@ class Session(SameInCopies):
         return True
 
     def _admit(self, state: Component, callee: Callee) -> bool:
-        """Return whether a component is guarded.
+        """Decide at its first call whether a component is guarded, and return that.
 
-        Of other programs than pipelines it is not if one of its parts, or a component around it, is guarded
-        already.
+        Outside of pipelines it isn't if one of its submodules, or a component around it, is guarded.
         """
         with self.turn:
             if state.is_admitted is None:
@@ -433,9 +430,9 @@ class Session(SameInCopies):
     # Layers
 
     def _call_whole(self, guarded: Call, call: ComponentCall) -> Any:
-        """Keep other threads from changing the module during a call with all of its hooks.
+        """Make a call with all hooks of its module, while other threads can't change the module.
 
-        Where exponents are on, the layer that asks for them sees to it.
+        If exponents are applied, the layer that checks them holds the lock instead.
         """
         watch = CallWatch.find(guarded.module)
         if is_changing() or (watch is not None and watch.has_call_here):
@@ -453,10 +450,10 @@ class Session(SameInCopies):
     def _call_outermost(
         self, outer: Listener, guarded: Call, is_free: bool, call: ComponentCall
     ) -> Any:
-        """Let the outer listener answer a call; one inside of another call is left alone.
+        """Pass a call to the outer listener, or continue it directly if it's inside of another call.
 
         Args:
-            is_free: it may be inside of one.
+            is_free: whether it may be inside of another one.
         """
         if not is_plain():
             self._notice_transformed(guarded.name, guarded.module)
@@ -478,6 +475,6 @@ class Session(SameInCopies):
 
 
 def _find_name(names: Mapping[int, str], module: torch.nn.Module | None) -> str | None:
-    """Find the name of a module of the program, or of its source if it is compiled."""
+    """Return the name of one of the program's modules, also of a `torch.compile` wrapper; else None."""
     inner = getattr(module, "_orig_mod", module)
     return names.get(id(module), names.get(id(inner)))

@@ -1,4 +1,4 @@
-"""The listeners of a guard: keep what a component is called with, and check what came out."""
+"""The listeners of a guard: one records a component's arguments, the other checks its output."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from stopdown.scaling import CallWatch, ComponentCall
 
 
 class Watch:
-    """Watches the calls of a session."""
+    """The two listeners on a session's component calls."""
 
     def __init__(self, session: Session, handler: FaultHandler) -> None:
         self.own_s = 0.0
         self._session, self._handler = session, handler
 
     def record_arguments(self, guarded: Call, call: ComponentCall) -> Any:
-        """Record the component's real arguments for a replay, and make the call; the innermost layer."""
+        """Record the component's actual arguments for a replay, and continue the call; the inner layer."""
         states = list(self._session.components.values())  # another thread may add one
         is_mixed = any(x.dtype is not None or x.returns_wide for x in states)
         if not is_plain():
@@ -49,9 +49,9 @@ class Watch:
                 return guarded.state.call(call, is_mixed=is_mixed)
 
     def _noting(self, guarded: Call) -> AbstractContextManager[None]:
-        """Note values that the component's code hides.
+        """Return a context manager that watches a call for overflows which the component's code hides.
 
-        Compiled code is left out, because it would be compiled again.
+        With compiled components nothing is watched, because they would be recompiled.
         """
         is_known = keeps_clamps(type(guarded.module).__name__)  # what it hides is part of the model
         compiled = any(x.is_compiled for x in list(self._session.calls.values()))
@@ -61,7 +61,7 @@ class Watch:
         return noting_hidden(guarded.state.notes.note_hidden, is_wide=is_wide)
 
     def check(self, guarded: Call, call: ComponentCall) -> Any:
-        """Check a call's output, and answer a fault; this is outside of plans and memory strategies."""
+        """Make a call, check its output, and respond to a fault; the layer outside of plans and memory."""
         entered_at = time.perf_counter()
         planned = self._session.planned.get(guarded.callee.component_name, Scaling())
         guarded.begin(call, planned)
@@ -102,7 +102,7 @@ class Watch:
         return output
 
     def _leave_unchecked(self, guarded: Call, error: Exception) -> None:
-        """Report a call whose values no check can read."""
+        """Report that a call's output could not be checked."""
         guarded.state.notes.clear()
         self._session.log.leave(
             guarded.name,
@@ -116,7 +116,7 @@ class Watch:
         output: Any = None,
         check: CallCheck | None = None,
     ) -> Fault:
-        """Describe a call that went wrong; one without an output ended in an error."""
+        """Make the description of a faulty call; the output is None if it raised an error."""
         said = (
             _word_choice(x.precision, x.reason)
             for x in self._session.options.decisions
@@ -134,9 +134,9 @@ class Watch:
         )
 
     def _locate(self, guarded: Call) -> tuple[int | None, str]:
-        """Return the step of the latest call from 0, None outside of denoising; and ` at step 2 of 28`.
+        """Return the step of the latest call (from 0, or None), and its place such as ` at step 2 of 28`.
 
-        If nothing counts steps, ` at its call 3`.
+        If nothing counts steps, the place is ` at its call 3`.
         """
         steps = self._session.steps
         if steps.pipe is not None or steps.is_told:
@@ -148,7 +148,7 @@ class Watch:
 
 
 def _word_choice(precision: str, reason: str) -> str:
-    """Explain why a component ran in a precision: `You asked for fp16.`, or another reason."""
+    """Explain in a sentence why a component ran in a precision, such as `You asked for fp16.`"""
     asked, word, rest = reason.partition("Requested.")
     if word and not asked:
         return f"You asked for {precision}.{rest}"
