@@ -14,7 +14,7 @@ from stopdown.quantizers.loading import ModelLoad, PlannedModel, check_device_ma
 
 
 class StopdownDiffusersQuantizer(PlannedModel, DiffusersQuantizer):
-    """Folds and casts each weight when Diffusers places it."""
+    """A quantizer that scales and casts each weight when Diffusers places it."""
 
     def __init__(self, quantization_config: StopdownConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)

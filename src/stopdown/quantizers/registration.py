@@ -21,7 +21,7 @@ _QUANTIZERS = {
     "diffusers.quantizers.auto": "diffusers_quantizer.StopdownDiffusersQuantizer",
     "transformers.quantizers.auto": "transformers_quantizer.StopdownTransformersQuantizer",
 }
-"""Module with the tables of a library, and the quantizer in a module beside this one."""
+"""A library's module with the tables → module and class of our quantizer in this package."""
 
 
 class _Finder:

@@ -13,7 +13,7 @@ from stopdown.quantizers.loading import ModelLoad, PlannedModel, check_device_ma
 
 
 class StopdownTransformersQuantizer(PlannedModel, HfQuantizer):
-    """Folds and casts each weight when Transformers has read it."""
+    """A quantizer that scales and casts each weight when Transformers has read it."""
 
     def __init__(self, quantization_config: StopdownConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
