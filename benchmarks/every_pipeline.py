@@ -136,7 +136,7 @@ def make_row(subject: Subject, folder: Path) -> dict[str, Any]:
             row[name] = run(["generate", str(folder / "model"), *words, *ends], folder)
             said = row[name].get("said", "")
             if row[name]["code"] == 2 and take_advice(words, said):
-                row["note"] = "A size was changed as the first answer said."
+                row["note"] = "A size, or the steps, was changed as the first answer said."
                 row[name] = run(["generate", str(folder / "model"), *words, *ends], folder)
     if "on simulated device" in row["auto"].get("said", ""):  # a kernel that CUDA has
         output = folder / f"auto{suffix}"
@@ -163,8 +163,8 @@ def make_row(subject: Subject, folder: Path) -> dict[str, Any]:
 
 
 def take_advice(words: list[str], said: str) -> bool:
-    """Change sizes as a refusal says: a test's size may be none that a real model has."""
-    advised = re.findall(r"use (--frames|--height|--width) (\d+)", said)
+    """Change sizes and steps as a refusal says: a test's may be none that a real model has."""
+    advised = re.findall(r"[Uu]se (--frames|--height|--width|--steps) (\d+)", said)
     least = re.search(r"must be at least (\d+)px", said)
     if least is not None:
         advised += [("--height", least[1]), ("--width", least[1])]
@@ -648,8 +648,11 @@ def make_in_process(subject: Subject) -> dict[str, Any]:
 
 
 def count_seconds(child: int, started: float) -> float:
-    """Processor seconds of a process and of those that it started, or a tenth of the clock's."""
-    seconds = (time.perf_counter() - started) / 10
+    """Processor seconds of a process and of those that it started, or a thirtieth of the clock's.
+
+    The clock ends what waits forever; on a busy machine a row gets a twentieth of a processor.
+    """
+    seconds = (time.perf_counter() - started) / 30
     with contextlib.suppress(psutil.Error):
         first = psutil.Process(child)
         times = [x.cpu_times() for x in (first, *first.children(recursive=True))]
