@@ -16,11 +16,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from models.rescaling_models import cast_tree
 from stopdown.errors import ScalingError, StopdownWarning
+from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.records import Plan
 from stopdown.runtime.guard import Guard, guard
+from stopdown.runtime.scripts import ScriptGuard
 from stopdown.scaling.rescale import rescale_
 from stopdown.scaling.watch.call_watch import CallWatch
 
@@ -108,6 +110,17 @@ def test_a_transformed_call_of_a_bare_module_is_said(model: nn.Module, given: An
         run(module, low)
         found = transform("vmap", module, low)
     assert relative_l2(found, run(model, given)) < 2e-3
+
+
+def test_a_transformed_call_of_a_script_is_counted(model: nn.Module, given: Any) -> None:
+    """Under `run` a call by `vmap` isn't guarded: the script gets its own values, the record a line."""
+    module, low = copy.deepcopy(model).half(), cast_tree(given, torch.float16)
+    with Patches() as patches:
+        script = ScriptGuard(lambda _: None)
+        script.put_on(patches)
+        assert not transform("vmap", module, low).isfinite().all()
+    assert script.modules.record is not None
+    assert any("1 call inside of torch.func" in x for x in script.modules.record.unwatched)
 
 
 @pytest.mark.thorough

@@ -35,7 +35,9 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_listeners: tuple[weakref.ref[Listener], ...] = ()  # replaced, never changed: a call keeps its own
+_listeners: tuple[
+    tuple[weakref.ref[Listener], bool], ...
+] = ()  # replaced, never changed: a call keeps its own
 _call_on: Callable[..., Any] | None = None  # a tracer may have put back what was there before it
 _patches = Patches()
 
@@ -62,14 +64,18 @@ def entered(module: torch.nn.Module, method: str) -> Iterator[None]:
         _thread.outermost = before
 
 
-def listen(listener: Listener, patches: Patches) -> None:
-    """Enter `listener` around outermost calls of modules, until `patches` is undone or collected."""
+def listen(listener: Listener, patches: Patches, *, in_transforms: bool = False) -> None:
+    """Enter `listener` around outermost calls of modules, until `patches` is undone or collected.
+
+    Args:
+        in_transforms: enter it also where no tensor value can be read, such as inside `torch.vmap`.
+    """
     global _listeners
     refer = weakref.WeakMethod if inspect.ismethod(listener) else weakref.ref
     entry = refer(listener, _stop)
     with CALLS_REPLACED:
         # first: a listener that is collected now leaves the calls on
-        _listeners = (*_listeners, entry)
+        _listeners = (*_listeners, (entry, in_transforms))
         if vars(torch.nn.Module)["__call__"] is not _call_on:
             _put_on()
     patches.defer(functools.partial(_leave, listener, entry))  # and holds the listener
@@ -82,7 +88,7 @@ def _leave(listener: Listener, entry: weakref.ref[Listener]) -> None:
 def _stop(entry: weakref.ref[Listener]) -> None:
     global _listeners
     with CALLS_REPLACED:
-        _listeners = tuple(other for other in _listeners if other is not entry)
+        _listeners = tuple(x for x in _listeners if x[0] is not entry)
         if not _listeners:
             _patches.undo()
 
@@ -117,7 +123,8 @@ def _hands_on(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def _met(module: torch.nn.Module, method: str) -> Iterator[None]:
     """Run an outermost call inside the contexts of all listeners."""
     with entered(module, method), contextlib.ExitStack() as stack:
-        for listener in [entry() for entry in _listeners] if is_plain() else ():
+        wanted = _listeners if is_plain() else tuple(x for x in _listeners if x[1])
+        for listener in [entry() for entry, _ in wanted]:
             if listener is not None:
                 stack.enter_context(listener(module, method))
         yield

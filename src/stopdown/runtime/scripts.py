@@ -37,6 +37,7 @@ from stopdown.module_calls.callee import GENERAL_KEEPS, Callee
 from stopdown.module_calls.outermost_calls import (
     intercept_methods,
     is_in_training,
+    is_plain,
     listen,
     silenced,
 )
@@ -131,6 +132,8 @@ def _explain_leaving(module: torch.nn.Module) -> str:
     """Return why a script's call of a module runs without a guard; "" if it is guarded."""
     if isinstance(module, torch.jit.ScriptModule):
         return "of TorchScript"
+    if not is_plain():
+        return "inside of torch.func or a trace, where no value can be read"
     return "in training" if is_in_training(module) else ""
 
 
@@ -171,7 +174,7 @@ class ScriptGuard:
         ends = {pattern.rpartition(".")[2] for pattern in self.components if "." in pattern}
         for name in sorted(x for x in ends - {"forward"} if x.isidentifier()):
             intercept_methods((name,), patches)
-        listen(self._meet_module, patches)
+        listen(self._meet_module, patches, in_transforms=True)
         patches.defer(self._repair_cache.code.patches.undo)
 
     def _run(self, call: ComponentCall) -> Any:
