@@ -23,8 +23,6 @@ def write_bare_plan(folder: Path, path: Path) -> None:
         )
         for name, module in find_components(pipe).items()
     )
-    plan = Plan(
-        *(str(folder), "", type(pipe).__name__, "fp16", read_class_versions(), entries),
-        *((), 1, "cpu", 0.0),
-    )
+    kind, versions = type(pipe).__name__, read_class_versions()
+    plan = Plan(str(folder), "", kind, "fp16", versions, entries, "cpu", 0.0)
     write_plan(seal_plan(plan), path)
