@@ -68,7 +68,7 @@ def listen(listener: Listener, patches: Patches, *, in_transforms: bool = False)
     """Enter `listener` around outermost calls of modules, until `patches` is undone or collected.
 
     Args:
-        in_transforms: enter it also where no tensor value can be read, such as inside `torch.vmap`.
+        in_transforms: enter it also inside `torch.func` transforms, where no tensor value can be read.
     """
     global _listeners
     refer = weakref.WeakMethod if inspect.ismethod(listener) else weakref.ref
@@ -123,7 +123,7 @@ def _hands_on(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def _met(module: torch.nn.Module, method: str) -> Iterator[None]:
     """Run an outermost call inside the contexts of all listeners."""
     with entered(module, method), contextlib.ExitStack() as stack:
-        wanted = _listeners if is_plain() else tuple(x for x in _listeners if x[1])
+        wanted = [x for x in _listeners if is_plain() or (x[1] and is_transformed())]
         for listener in [entry() for entry, _ in wanted]:
             if listener is not None:
                 stack.enter_context(listener(module, method))

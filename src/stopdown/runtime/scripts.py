@@ -37,7 +37,7 @@ from stopdown.module_calls.callee import GENERAL_KEEPS, Callee
 from stopdown.module_calls.outermost_calls import (
     intercept_methods,
     is_in_training,
-    is_plain,
+    is_transformed,
     listen,
     silenced,
 )
@@ -132,8 +132,8 @@ def _explain_leaving(module: torch.nn.Module) -> str:
     """Return why a script's call of a module runs without a guard; "" if it is guarded."""
     if isinstance(module, torch.jit.ScriptModule):
         return "of TorchScript"
-    if not is_plain():
-        return "inside of torch.func or a trace, where no value can be read"
+    if is_transformed():
+        return "inside of torch.func (vmap, grad), where no value can be read"
     return "in training" if is_in_training(module) else ""
 
 
