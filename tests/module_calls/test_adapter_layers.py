@@ -26,12 +26,22 @@ class Wrapped(nn.Module):
         self.lora_B = nn.ModuleDict({"a": nn.Linear(2, 4), "b": nn.Linear(2, 4)})
         self.lora_magnitude_vector = nn.ParameterDict({"a": nn.Parameter(torch.ones(4))})
 
+    def get_base_layer(self) -> nn.Module:
+        return self.base_layer
+
+
+class Named(nn.Module):
+    """Has one attribute of PEFT's layers by chance."""
+
+    adapter_layer_names = ("lora_A",)
+
 
 def test_layers_are_known_by_their_attributes() -> None:
     """The layer that is wrapped is none itself."""
     module = nn.Sequential(nn.Linear(4, 4), Wrapped())
     assert list_adapter_layers(module) == [module[1]]
     assert not is_adapter_layer(module[1].base_layer)
+    assert not is_adapter_layer(Named())
     assert list_adapter_names(module[1]) == {"a", "b"}
     assert list_adapter_names(module[0]) == set()
 

@@ -11,7 +11,8 @@ _ROLES = {"lora_magnitude_vector": "magnitude"}
 
 def is_adapter_layer(module: object) -> bool:
     """Return whether a module is a PEFT layer that wraps another."""
-    return isinstance(module, torch.nn.Module) and hasattr(type(module), "adapter_layer_names")
+    known = ("adapter_layer_names", "get_base_layer")
+    return isinstance(module, torch.nn.Module) and all(hasattr(type(module), x) for x in known)
 
 
 def unwrap_name(name: str) -> str:
