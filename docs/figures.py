@@ -502,11 +502,11 @@ def check_table() -> str:
 
 @_figure
 def predicted_table() -> str:
-    """Weights of well-known models, and the peaks of their strategies."""
+    """Weights of well-known models, and what PyTorch's allocator reserves under their strategies."""
     rows = []
     for model, entry in _read("memory_predicted")["results"].items():
         parameters = sum(entry["parameters"].values())
-        peaks = entry["peak_bytes"]
+        peaks = entry["reserved_bytes"]
         shown = [_gib(peaks[name]) if name in peaks else "–" for name in SHOWN_STRATEGIES]
         least = next(name for name in peaks if peaks[name] == min(peaks.values()))
         rows.append(
@@ -524,6 +524,13 @@ def predicted_table() -> str:
 
 
 SHOWN_STRATEGIES = ("resident", "component", "component+tiling")
+
+
+@_figure
+def first_forecast() -> str:
+    """Tensors that were forecast for the first run on a GPU, which ran out of memory."""
+    (model,) = _read("memory_reserved")["results"].values()
+    return _gib(model["forecast_then"]["peak_bytes"])
 
 
 @_figure
