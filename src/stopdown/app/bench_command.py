@@ -21,7 +21,7 @@ from stopdown.sources.sources import resolve_source
 class BenchOptions(CommandOptions):
     """Measure time, memory and error of each precision on this device.
 
-    Prints a report for the issue form "A report of your card". It contains no user names, host names or
+    Prints a report for the issue form "Report your card". It contains no user names, host names or
     paths. Takes about five minutes, and needs no download.
 
     Examples:
