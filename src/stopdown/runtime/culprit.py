@@ -65,7 +65,7 @@ class Culprit:
 
     @property
     def overflow(self) -> str:
-        """The overflow in words: `its result is 113,000, and fp16 ends at 65,504`.
+        """The overflow in words: `a value reached 113,000, above fp16's maximum of 65,504`.
 
         "" if there is none, or if its size is unknown.
         """
@@ -75,7 +75,7 @@ class Culprit:
         if not known.largest < self.reached < math.inf:
             return ""
         reached, ends = map(word_size, (self.reached, known.largest))
-        return f"its result is {reached}, and {self.dtype} ends at {ends}"
+        return f"a value reached {reached}, above {self.dtype}'s maximum of {ends}"
 
     def describe(self, component: str) -> str:
         """Describe the origin of a fault in sentences.

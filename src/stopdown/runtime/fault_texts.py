@@ -79,7 +79,7 @@ _NAMES = {
 
 
 def word_overflow(component: str, overflow: str) -> str:
-    """Return a sentence such as `Overflow in the text encoder: its result is 113,000, …`, or "".
+    """Write `Overflow in the UNet: a value reached 113,000, above fp16's maximum of 65,504.`, or "".
 
     Args:
         overflow: from `Culprit.overflow`; "" if there's none.
