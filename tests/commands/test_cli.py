@@ -165,7 +165,8 @@ def test_overflow_exits_with_1(refuse: Any, save_tiny: SaveTiny) -> None:
         r"Overflow in the transformer: a value reached [\d,]+, above fp16's maximum of 65,504\. "
         r"`transformer` returned \d+ NaN in \d+ values at step 1 of 1, in fp16\. It begins at "
         r"`transformer:patch_embed\.text_proj` \(.+ in fp16\).+ Its inputs were finite "
-        r"\(largest [\d.]+; fp16's maximum is 65504\)\. You asked for fp16\. Use "
+        r"\(largest [\d.]+; fp16's maximum is 65504\)\. You asked for fp16\. "
+        r"(?:The CPU has no fp16 instructions .+ and back\. )?Use "
         r"`--precision transformer=(?:bf16|fp32)`, or load the model with "
         r"`--precision fp16`, which scales its activations into range\. Or let the run repair it: "
         r"`--on-fault repair`\.",

@@ -111,7 +111,7 @@ def test_bf16_weights_without_bf16_say_why_not_fp16() -> None:
     assert reason == (
         "The weights are stored in bf16. Compute capability 7.0 has no bf16 arithmetic (the first "
         "that has is 8.0); torch emulates it in fp32, and still says that it is supported. In fp16 "
-        "(maximum 65504), activations of bf16-trained models may overflow."
+        "(maximum 65504), activations of bf16-trained models may overflow. So fp32."
     )
 
 
@@ -172,9 +172,10 @@ def test_a_precision_that_does_not_work_is_refused() -> None:
 
 
 def test_a_slow_precision_that_was_asked_for_is_given() -> None:
-    """A user who asks for emulated bf16 gets it."""
+    """A user who asks for emulated bf16 gets it, and reads that it is emulated."""
     (decision,) = decide_precisions([TRANSFORMER], V100, {"transformer": "bf16"})
-    assert (decision.precision, decision.reason) == ("bf16", "Requested.")
+    assert decision.precision == "bf16"
+    assert decision.reason.startswith("Requested. Compute capability 7.0 has no bf16 arithmetic")
 
 
 @pytest.mark.parametrize(

@@ -164,12 +164,13 @@ def describe_proof(made: Plan) -> str:
     proven = [x.component for x in planned if x.in_force.certified]
     rest = [x for x in planned if not x.in_force.certified]
     headroom = min((x.in_force.headroom_bits or 0.0 for x in planned), default=0.0)
-    parts = [f"proven not to overflow in fp16: {', '.join(proven)}"] if proven else []
+    parts = [f"Proven not to overflow in fp16: {', '.join(proven)}"] if proven else []
     for one in rest:
         left = one.in_force.values - one.in_force.bounded
         parts.append(
-            f"{one.component}: {left} of {one.in_force.values} activations are estimated and watched"
+            f"Partly proven: {one.component}, where {left} of {one.in_force.values} activations are "
+            "estimated, and watched at run time"
         )
-    others = [f"{x.component} in {x.precision}" for x in made.components if x not in planned]
-    said = "; ".join([*parts, *others])
-    return f"{said[0].upper()}{said[1:]} ({headroom:.1f} bits of headroom)."
+    others = [f"{x.component} ({x.precision})" for x in made.components if x not in planned]
+    parts += [f"Not in fp16: {', '.join(others)}"] if others else []
+    return f"{'. '.join(parts)} ({headroom:.1f} bits of headroom)."

@@ -245,6 +245,8 @@ def decide_precisions(
                         f"{call} cannot run in {precision} on this device. {support.reason}",
                         remedy=f'Use precision="{call}=fp32", or leave it to auto.',
                     )
+                if support is not None and not _is_good(support):
+                    reason += f" {support.reason}"
             else:
                 precision, reason = choose_precision(facts, supports)
             kept = facts.kept_fp32.get(precision, ())
@@ -308,5 +310,5 @@ def _is_good(support: Support) -> bool:
 def _why_not_other(stored: str) -> str:
     if stored == "bf16":
         largest = FP16.largest
-        return f"In fp16 (maximum {largest:.0f}), activations of bf16-trained models may overflow."
+        return f"In fp16 (maximum {largest:.0f}), activations of bf16-trained models may overflow. So fp32."
     return "fp32 holds every fp16 value exactly."
