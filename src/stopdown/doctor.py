@@ -219,7 +219,7 @@ def word_answer(supports: Mapping[str, Support], kind: str) -> str:
         (outlook,) = _foresee_model(KnownModel("", "", "", {"model": stored}), supports, kind)
         found[stored] = _name_precision(outlook)
     if found["bf16"] == found["fp16"]:
-        return f"Models in 16 bits run in {found['bf16']}."
+        return f"Models stored in fp16 or bf16 run in {found['bf16']}."
     return f"Models stored in bf16 run in {found['bf16']}. Models stored in fp16 run in {found['fp16']}."
 
 
@@ -247,7 +247,10 @@ def list_fits(
         if speed is not None and name:
             seconds = model.flops / speed.flops_per_s + model.moved[name] / speed.link_bytes_per_s
             times = tuple(seconds * x for x in speed.error)
-        yield KnownFit(model.name, model.size, _name_precision(chosen[0]), name, peak, times)
+        waiting = model.moved["resident"] if name and not name.startswith("resident") else 0
+        yield KnownFit(
+            model.name, model.size, _name_precision(chosen[0]), name, peak, times, waiting
+        )
 
 
 def _name_precision(outlook: Outlook) -> str:

@@ -136,6 +136,8 @@ def _print_fits(device: DeviceHealth, console: Console) -> None:
     for fit in device.fits:
         peak = format_bytes(fit.peak_bytes)
         told = f"fits in {fit.precision}, memory strategy {fit.strategy}, about {peak} of {has}"
+        if fit.host_bytes:
+            told += f" on the device and {format_bytes(fit.host_bytes)} of host memory"
         if fit.seconds:
             told += f", {format_range(*fit.seconds)} for 50 steps"
         if not fit.strategy:

@@ -221,6 +221,7 @@ class KnownFit(Displayed):
         peak_bytes: memory that the allocator reserves with that strategy; with the smallest if none fits.
         seconds: least and most time of 50 steps, from published rates and their error; empty if
             unknown.
+        host_bytes: weights offloaded to host memory during the run; 0 if all are on the device.
     """
 
     model: str
@@ -229,6 +230,7 @@ class KnownFit(Displayed):
     strategy: str
     peak_bytes: int
     seconds: tuple[float, ...] = ()
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, repr=False)
