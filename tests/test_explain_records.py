@@ -50,6 +50,22 @@ def test_a_clip_of_a_run_with_faults_is_not_only_healthy(
     assert explain_file(clip).title == "No fault found in clip.png."
 
 
+def test_a_record_of_few_steps_says_so_and_lists_what_was_called(tmp_path: Path) -> None:
+    """A component that no call reached did not run, and a run of 4 steps isn't called right."""
+    idle = dataclasses.replace(RUN.decisions[0], component="vae.encode")
+    run = dataclasses.replace(
+        RUN, request={"steps": 4}, repairs=(), findings=(), decisions=(*RUN.decisions, idle)
+    )
+    path = tmp_path / "clip.png.json"
+    path.write_text(to_json(run))
+    found = explain_file(path)
+    assert "vae.encode" not in found.why
+    assert " ran in " in found.why
+    assert "made in 4 steps" in found.remedy[0]
+    path.write_text(to_json(dataclasses.replace(run, request={"steps": 20})))
+    assert explain_file(path).remedy == ("Nothing to do.",)
+
+
 @pytest.mark.parametrize(("steps", "said"), [(1, "1 step,"), (4, "4 steps,"), (20, ""), (None, "")])
 def test_a_clip_of_few_steps_is_not_called_right(
     tmp_path: Path, steps: int | None, said: str

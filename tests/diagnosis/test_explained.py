@@ -200,7 +200,7 @@ def test_the_command_answers_a_message(capsys: pytest.CaptureFixture[str]) -> No
     first, second, *_, last = page.splitlines()
     assert first == "Two operands of one operation have different dtypes: fp32 and fp16."
     assert second.startswith(
-        "→ Load all components at once, with a cast at each boundary: stopdown"
+        "→ Run the model with Stopdown, which matches the dtypes for you: stopdown"
     )
     assert last == "Kind dtype-mismatch"
     code, text, _ = _run(capsys, "explain", MESSAGES[1][0], "--json")

@@ -143,7 +143,8 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     new = [x for x in diagnosis.run_next if not re.search(rf"{re.escape(x)}(?! --)", said)]
     show_list("To find out more", [(f"$ {x}",) for x in new])
     others = [(f"{x.meaning}: {x.run_next}",) for x in diagnosis.alternatives]
-    show_list("Other possible causes", others)
+    is_open = diagnosis.fault == "unattributed"  # then these are places of one cause
+    show_list("Where it may come from" if is_open else "Other possible causes", others)
     if diagnosis.reports:
         show(("\nReported as ", "bold"), ", ".join(diagnosis.reports))
     if diagnosis.fault != NONE:

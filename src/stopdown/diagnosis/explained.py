@@ -158,16 +158,11 @@ def _name_run(found: Diagnosis, path: Path) -> Diagnosis:
             title=f"{found.title} The run that made it had {count}, listed below.",
             evidence=(*_list_repairs(run), *found.evidence),
         )
-    steps = run.request.get("steps")
-    if found.fault == NONE and isinstance(steps, int) and steps <= FEW_STEPS:
-        count = f"{steps} step{'s' * (steps != 1)}"
+    if found.fault == NONE and (few := _count_few_steps(run)):
         found = dataclasses.replace(
             found,
-            title=f"{found.title} But it was made in {count}, and most models need 20 or more.",
-            remedy=(
-                "Make it in more steps: stopdown generate SOURCE PROMPT --steps 20",
-                *found.remedy,
-            ),
+            title=f"{found.title} But it was made in {few}, and most models need 20 or more.",
+            remedy=("Use more steps: stopdown generate SOURCE PROMPT --steps 20", *found.remedy),
         )
     made = Clue(0, f"made by {run.source} on {run.device}", f"its record, {record.name}")
     return dataclasses.replace(
@@ -179,6 +174,14 @@ def _name_run(found: Diagnosis, path: Path) -> Diagnosis:
             dataclasses.replace(x, run_next=fill(x.run_next)) for x in found.alternatives
         ),
     )
+
+
+def _count_few_steps(run: RunRecord) -> str:
+    """Write `4 steps` if a run had so few that most models' results are bad; "" otherwise."""
+    steps = run.request.get("steps")
+    if not isinstance(steps, int) or steps > FEW_STEPS:
+        return ""
+    return f"{steps} step{'s' * (steps != 1)}"
 
 
 def _read_log(path: Path) -> list[str]:
@@ -218,16 +221,24 @@ def _explain_record(path: Path, kind: str) -> Diagnosis:
     found = [Clue(0, x.evidence, x.kind) for x in run.findings]
     kinds = [x.kind for x in run.findings] or ["repaired"] * bool(run.repairs)
     state = "found nothing wrong" if not kinds else f"found {', '.join(dict.fromkeys(kinds))}"
+    called = {call.component for call in run.calls}
     reasons = group_components(
-        (x.component, f"ran in {x.precision}. {x.reason}") for x in run.decisions
+        (x.component, f"ran in {x.precision}. {x.reason}")
+        for x in run.decisions
+        if not called or x.component in called
     )
+    nothing = "Nothing to do."
+    if few := _count_few_steps(run):
+        nothing = (
+            f"Nothing to do about precision. But it was made in {few}; most models need 20 or more."
+        )
     return Diagnosis(
         fault=kinds[0] if kinds else NONE,
         meaning="what the run itself recorded",
         title=f"{make_printable(path.name)} is the record of a run of {run.source}, which {state}.",
         why=" ".join(f"{names} {reason}" for names, reason in reasons),
         evidence=(*found, *_list_repairs(run)),
-        remedy=tuple(x.remedy for x in run.findings) or ("Nothing has to be done.",),
+        remedy=tuple(x.remedy for x in run.findings) or (nothing,),
         run_next=(f"stopdown report {shlex.quote(str(path))}",),
     )
 
