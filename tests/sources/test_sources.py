@@ -91,8 +91,7 @@ def test_an_unknown_model_suggests_the_nearest(
         f"The model 'shape' is unknown. {FORMS} (shapes). Did you mean shapes?"
     )
     assert read_error(lambda: resolve_source("qwerty")) == (
-        f"The model 'qwerty' is unknown. {FORMS} (shapes). "
-        "Write for example owner/name, or ./folder."
+        f"The model 'qwerty' is unknown. {FORMS} (shapes). For example: owner/name or ./folder."
     )
 
 

@@ -55,7 +55,7 @@ NOT_WRITTEN = (
 
 @dataclass(frozen=True)
 class CheckOptions(SourceOptions):
-    """Find what will go wrong with dtypes before a run.
+    """Find dtype and overflow problems before a run.
 
     Loads no weights, and the device need not be in this machine. Exit code 1 means that there are
     findings. For a weight file it shows what the file contains; with --precision or --config it checks

@@ -24,7 +24,7 @@ class CommandOptions:
         typer.Option(
             "-q",
             "--quiet",
-            help="Show no progress and no remarks; of what is written, print only the file's name.",
+            help="Show no progress or remarks; print only the name of the file written.",
         ),
     ] = False
     verbose: Annotated[

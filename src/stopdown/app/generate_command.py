@@ -247,7 +247,7 @@ def generate(
         if unknown := list_unknown_words(source, options.prompt):
             run.display.inform(
                 f"The demo model {source.name} doesn't know {list_all(unknown)}. It draws one coloured "
-                'shape that moves: "a red circle moving left on a grey background".'
+                'shape that moves. For example: "a red circle moving left on a grey background".'
             )
         load_libraries(run.display)
     run.display.detail(f"{options.source} is {source.path}. {run.device.reason}")

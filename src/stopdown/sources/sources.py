@@ -244,7 +244,7 @@ def _describe_unknown(text: str) -> SourceError:
         return make_source_error("no-path", path=text)
     bundled = list_bundled()
     near = difflib.get_close_matches(text, bundled, n=1)
-    remedy = f"Did you mean {near[0]}?" if near else "Write for example owner/name, or ./folder."
+    remedy = f"Did you mean {near[0]}?" if near else "For example: owner/name or ./folder."
     known = ", ".join(bundled) or "none is installed"
     return make_source_error("unknown", name=text, known=known, remedy=remedy)
 
