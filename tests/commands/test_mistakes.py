@@ -61,7 +61,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("generate shapes a --image ''", 2, "--image is empty. .* a shell variable that is not set."),
     ("convert shapes ''", 2, "OUTPUT is empty."),
     # models
-    ("generate nonesuch a", 2, "The model 'nonesuch' is unknown. .*Write for example owner/name"),
+    ("generate nonesuch a", 2, "The model 'nonesuch' is unknown. .*For example: owner/name"),
     ("generate ./nowhere.safetensors a", 2, "There is no file or folder ./nowhere.safetensors."),
     ("generate weights.ckpt a", 2, "weights.ckpt .* are stored as pickles. Only safetensors"),
     ("generate notes.txt a", 2, "The file notes.txt is not a .safetensors or .gguf file."),

@@ -95,7 +95,7 @@ def write_bare(path: Path, *fp32_modules: str, **classes: str) -> None:
     )
     plan = Plan(
         *("model", "", "CogVideoXPipeline", "fp16", read_class_versions(), entries),
-        *((), 1, "cpu", 0.0),
+        *("cpu", 0.0),
     )
     write_plan(seal_plan(plan), path)
 
