@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from stopdown.records import Scaling
+from stopdown.scaling.folding.adapters import AdapterFolds
 
 pytest.importorskip("peft", reason="peft loads LoRA; it is in the extra `adapters`")
 
@@ -373,3 +379,22 @@ def test_an_adapter_on_a_converted_component_is_found(tmp_path: Path) -> None:
 def test_an_adapter_on_its_own_model_is_no_finding(styled: tuple[Any, Plan]) -> None:
     """Weights that nobody rescaled take adapters."""
     assert list(check_rescaled(styled[0], find_components(styled[0]))) == []
+
+
+def test_a_module_can_be_collected_while_another_is_built() -> None:
+    """Its hook on registrations isn't taken out of the table that PyTorch iterates over then."""
+    kept: list[torch.nn.Module] = []
+
+    def collect(*_: Any) -> None:
+        kept.clear()
+        gc.collect()
+
+    handle = register_module_module_registration_hook(collect)
+    try:
+        kept.append(torch.nn.Linear(2, 2))
+        found = weakref.ref(kept[0])
+        AdapterFolds(kept[0], Scaling(), {}).put_on(Patches())
+        torch.nn.Sequential(torch.nn.Linear(2, 2))
+    finally:
+        handle.remove()
+    assert found() is None

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from stopdown.component_call_names import is_inside
 from stopdown.errors import ScalingError
@@ -90,11 +91,13 @@ class AdapterFolds(SameInCopies):
             self._see(self.module, "", layer)
         patches.defer(self._take_off)
         patches.set_attribute(self.module, RESCALED, self)  # the only reference
+        while _left_hooks:
+            _left_hooks.pop().remove()
         handle = register_module_module_registration_hook(
             _see_weakly(weakref.WeakMethod(self._see))
         )
         patches.defer(handle.remove)
-        weakref.finalize(self, handle.remove).atexit = False
+        weakref.finalize(self, _left_hooks.append, handle).atexit = False
         if callable(load := getattr(self.module, "load_lora_adapter", None)):
             patches.set_attribute(self.module, load.__name__, self._releasing(load))
 
@@ -122,6 +125,13 @@ class AdapterFolds(SameInCopies):
             return inner(*args, **kwargs)
 
         return call
+
+
+_left_hooks: list[RemovableHandle] = []
+"""Hooks of owners that were garbage-collected. They do nothing, and go when the next is registered.
+
+Collection can happen while PyTorch iterates over the hooks, which then must not change.
+"""
 
 
 def _see_weakly(see: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
