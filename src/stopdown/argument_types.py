@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from stopdown.errors import OptionError
@@ -68,21 +69,19 @@ def check_function(place: str, value: Any, example: str, arguments: int = 0) -> 
 
 def check_ranges(ranges: str | None) -> str:
     """Return a valid mode of ranges, `measured`, `bound` or `auto`; None means `measured`."""
-    if ranges is None or ranges in RANGES:
-        return ranges or "measured"
-    raise OptionError(
-        f"The mode of ranges {ranges!r} is unknown.",
-        expected=f"Known values are {', '.join(RANGES)}.",
-        remedy='Use ranges="auto", or leave it out.',
-    )
+    what = f"The mode of ranges {ranges!r}"
+    return _choose(what, ranges, RANGES, 'Use ranges="auto", or leave it out.')
 
 
 def check_residual(residual: str | None) -> str:
     """Return a valid precision of the residual stream, `native` or `fp32`; None means `native`."""
-    if residual is None or residual in RESIDUALS:
-        return residual or "native"
-    raise OptionError(
-        f"The precision {residual!r} of the residual stream is unknown.",
-        expected=f"Known values are {', '.join(RESIDUALS)}.",
-        remedy='Use residual="fp32", or leave it out.',
-    )
+    what = f"The precision {residual!r} of the residual stream"
+    return _choose(what, residual, RESIDUALS, 'Use residual="fp32", or leave it out.')
+
+
+def _choose(what: str, given: str | None, known: Sequence[str], remedy: str) -> str:
+    """Return a known value; None means the first. Refuse others, which `what` describes."""
+    if given is None or given in known:
+        return given or known[0]
+    expected = f"Known values are {', '.join(known)}."
+    raise OptionError(f"{what} is unknown.", expected=expected, remedy=remedy)

@@ -123,7 +123,9 @@ def _hands_on(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def _met(module: torch.nn.Module, method: str) -> Iterator[None]:
     """Run an outermost call inside the contexts of all listeners."""
     with entered(module, method), contextlib.ExitStack() as stack:
-        wanted = [x for x in _listeners if is_plain() or (x[1] and is_transformed())]
+        wanted = _listeners
+        if not is_plain():
+            wanted = tuple(x for x in wanted if x[1]) if is_transformed() else ()
         for listener in [entry() for entry, _ in wanted]:
             if listener is not None:
                 stack.enter_context(listener(module, method))
@@ -222,6 +224,11 @@ def is_plain() -> bool:
     is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # `make_fx`
     return not (is_recorded or is_transformed() or proxies or torch.jit.is_tracing())
+
+
+def hides_overflow(module: torch.nn.Module) -> bool:
+    """Return whether a call of a module runs in fp16 inside `torch.func`, where no overflow can be seen."""
+    return is_transformed() and any(x.dtype == torch.float16 for x in module.parameters())
 
 
 def is_transformed() -> bool:

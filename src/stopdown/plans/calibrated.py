@@ -71,7 +71,7 @@ def measure_plan(
     calls were kept.
     """
     started = time.perf_counter()
-    check_residual(residual)
+    how = check_residual(residual), check_ranges(ranges)
     device, name = choose_device(find_device(program)), type(program).__name__
     stored = {name: _count_bytes(module) for name, module in find_components(program).items()}
     with Patches() as patches:
@@ -81,7 +81,6 @@ def measure_plan(
         modules = {name: module for name, module in found.items() if module is not None}
         if not modules:
             raise explain_run(f"The run called no module of the {name}.", "make_plan")
-        how = residual or "native", check_ranges(ranges)
         made = [
             _plan_component(name, module, recorded[name], how, stored, device)
             for name, module in modules.items()

@@ -35,6 +35,7 @@ from stopdown.interception.patches import Patches
 from stopdown.module_calls.call_interception import find_module
 from stopdown.module_calls.callee import GENERAL_KEEPS, Callee
 from stopdown.module_calls.outermost_calls import (
+    hides_overflow,
     intercept_methods,
     is_in_training,
     is_transformed,
@@ -198,7 +199,7 @@ class ScriptGuard:
     def _meet_module(self, module: torch.nn.Module, method: str) -> Iterator[None]:
         """Guard an outermost module call outside of pipelines, while no other thread calls the module."""
         if is_transformed():
-            if any(x.dtype == torch.float16 for x in module.parameters()):
+            if hides_overflow(module):
                 name = self.modules.name_callee(module, method).name
                 self.modules.left[name, "inside of torch.func (vmap, grad) in fp16"] += 1
             yield

@@ -43,10 +43,10 @@ from stopdown.module_calls.entrances import ReplacedError
 from stopdown.module_calls.outermost_calls import (
     entered,
     find_outermost,
+    hides_overflow,
     is_enclosed,
     is_in_training,
     is_plain,
-    is_transformed,
     listen,
 )
 from stopdown.records import BlockMaximum, ComponentPlan, Plan, Scaling
@@ -382,9 +382,7 @@ class Session(SameInCopies):
 
         A module with exponents needs no repair.
         """
-        if is_traced() or not is_transformed() or CallWatch.find(module) is not None:
-            return
-        if any(x.dtype == torch.float16 for x in module.parameters()):
+        if hides_overflow(module) and not is_traced() and CallWatch.find(module) is None:
             self.log.leave(
                 f"{name}, transformed",
                 f"`{name}` is called inside of torch.func (vmap, grad), where no value can be read: what "
