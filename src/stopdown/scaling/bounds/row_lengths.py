@@ -52,7 +52,7 @@ def _reads_length(user: Node, is_read: bool) -> bool:
         return is_read
     known = find_operation(operation(user))
     rule = known.bound if known is not None else ""
-    if rule in _FORGETTING or not (is_read or rule not in _PASSING):
+    if rule in _FORGETTING or (rule in _PASSING and not is_read):
         return False
     if rule in ("multiply", "divide") and is_float(user):
         return find_written_norm(BoundedOperation(user, None)) is None  # type: ignore[arg-type]
