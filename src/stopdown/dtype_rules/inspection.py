@@ -36,6 +36,7 @@ from stopdown.interception.module_paths import ModulePaths
 from stopdown.module_calls.callee import Callee
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import iterate_tensors
+from stopdown.pipelines.accepted_arguments import refuse_unknown
 from stopdown.pipelines.dry_run import (
     ComponentFailed,
     DryCall,
@@ -44,7 +45,6 @@ from stopdown.pipelines.dry_run import (
     dry_run_program,
     make_arguments,
 )
-from stopdown.pipelines.requests import refuse_unknown
 
 
 @dataclass

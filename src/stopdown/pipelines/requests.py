@@ -22,6 +22,7 @@ import msgspec
 from stopdown.argument_types import check_type
 from stopdown.errors import OptionError, StopdownError, take_first_line
 from stopdown.files.toml_files import read_rows
+from stopdown.pipelines.accepted_arguments import read_signature, refuse_unknown
 from stopdown.pipelines.allowed_sizes import choose_own_sides
 
 if TYPE_CHECKING:
@@ -271,21 +272,6 @@ def name_pipeline_arguments(pipeline_class: type, request: Request) -> dict[str,
     return arguments
 
 
-def refuse_unknown(pipeline_class: type, names: Iterable[str]) -> None:
-    """Refuse names that are not arguments of a pipeline's call."""
-    parameters = inspect.signature(pipeline_class.__call__).parameters.values()
-    if any(x.kind == inspect.Parameter.VAR_KEYWORD for x in parameters):
-        return
-    taken = _read_signature(pipeline_class)
-    for name in names:
-        if name not in taken:
-            raise OptionError(
-                f"{pipeline_class.__name__} does not take the argument {name}.",
-                expected=f"Its call takes {', '.join(taken)}.",
-                remedy=f"Leave {name} out.",
-            )
-
-
 _WITHOUT_PROMPT = re.compile("LEditsPP|Marigold|UnCLIPImageVariation|VisualCloze")
 """Classes with a tokenizer that take text under other names, or none."""
 
@@ -310,7 +296,7 @@ def refuse_missing_prompt(class_name: str, components: Iterable[str], request: R
 
 def list_needed_arguments(pipeline_class: type) -> list[str]:
     """List the arguments that a pipeline's call needs, in the order of its signature."""
-    taken = _read_signature(pipeline_class)
+    taken = read_signature(pipeline_class)
     needed = {name for name, x in taken.items() if x.default is inspect.Parameter.empty}
     needed |= {name for name in ("prompt", *_ALWAYS) if name in taken}
     if "video" in taken and "image" not in taken and not _is_optional("video", pipeline_class):
@@ -338,7 +324,7 @@ def _is_optional(name: str, pipeline_class: type) -> bool:
     said = inspect.getdoc(pipeline_class.__call__) or ""
     described = re.search(rf"^ *{name} \(.*", said, re.M)
     if "*optional*" in (described[0] if described else ""):
-        return "prompt" in _read_signature(pipeline_class)
+        return "prompt" in read_signature(pipeline_class)
     if name == "video":
         return False
     try:
@@ -365,7 +351,7 @@ def explain_pipeline_error(
     The message lists media inputs that were not given.
     """
     reason = take_first_line(error)[:300]
-    absent = [x for x in _read_signature(pipeline_class) if _INPUT.match(x)]
+    absent = [x for x in read_signature(pipeline_class) if _INPUT.match(x)]
     absent = [x for x in absent if arguments.get(x) is None]
     names = ", ".join(absent)
     return OptionError(
@@ -383,7 +369,7 @@ def explain_stop(
     """Return the error for a run that failed for a reason other than its arguments or device memory."""
     frames = [x for x, _ in traceback.walk_tb(error.__traceback__)]
     runs_model = any(hasattr(x.f_locals.get("self"), "named_modules") for x in frames)
-    absent = [x for x in _read_signature(pipeline_class) if _INPUT.match(x)]
+    absent = [x for x in read_signature(pipeline_class) if _INPUT.match(x)]
     absent = [] if runs_model else [x for x in absent if arguments.get(x) is None]
     own = [x for x in traceback.extract_tb(error.__traceback__) if "site-packages" in x.filename]
     own = [x for x in own if not re.search(r"site-packages.(torch|accelerate).", x.filename)]
@@ -411,7 +397,7 @@ def say_what_to_change(pipeline_class: type, text: str) -> str:
     if "unsupported ScalarType BFloat16" in text:
         return 'It hands bf16 to NumPy, which has no such format. Use precision="fp16" or precision="fp32".'
     words = re.findall(r"\w+", text)
-    named = [x for x in _read_signature(pipeline_class) if x in words]
+    named = [x for x in read_signature(pipeline_class) if x in words]
     fields = [x for x in (_find_field(pipeline_class, name) for name in named) if x]
     fields += [
         x
@@ -431,16 +417,9 @@ def say_what_to_change(pipeline_class: type, text: str) -> str:
     )
 
 
-def _read_signature(pipeline_class: type) -> dict[str, inspect.Parameter]:
-    """Return the named parameters of a pipeline's call."""
-    taken = inspect.signature(pipeline_class.__call__).parameters
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {n: x for n, x in taken.items() if n != "self" and x.kind not in kinds}
-
-
 def find_pipeline_argument(name: str, pipeline_class: type) -> str | None:
     """Return the name of a pipeline's argument for a field of a request; None if it has none."""
-    taken = _read_signature(pipeline_class)
+    taken = read_signature(pipeline_class)
     found = next((candidate for candidate in _NAMES[name] if candidate in taken), None)
     is_control = re.search("ControlNet|Adapter", pipeline_class.__name__) is not None
     if name == "control_image" and found is None and is_control and "image" in taken:
@@ -593,7 +572,7 @@ _GIVE_PROMPT = 'Give a `prompt` that says what to show, such as "a red circle".'
 
 def _check_steps(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
     """Refuse a strength that leaves no denoising step, for which pipelines raise various errors."""
-    taken = _read_signature(pipeline_class)
+    taken = read_signature(pipeline_class)
     if (
         not {"image", "video"} & set(list_needed_arguments(pipeline_class))
         or "denoising_start" in arguments
