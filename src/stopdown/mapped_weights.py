@@ -45,6 +45,11 @@ class StoredWeight:
         values: stored values, mapped from the file.
         dtype: dtype to which the scaled values are cast.
         folds: places in the tensor and their exponents; values there are multiplied by `2**exponent`.
+
+    Examples:
+        >>> values = torch.tensor([1.0, 131072.0], dtype=torch.bfloat16)
+        >>> StoredWeight(values, torch.float16, folds=(((slice(None),), -3),)).read()
+        tensor([1.2500e-01, 1.6384e+04], dtype=torch.float16)
     """
 
     values: torch.Tensor

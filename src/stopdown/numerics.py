@@ -190,6 +190,10 @@ def count_non_finite(tensor: torch.Tensor) -> tuple[int, int]:
     """Count the NaN values, and the +Inf and -Inf values.
 
     Cost: two passes and one host read.
+
+    Examples:
+        >>> count_non_finite(torch.tensor([1.0, float("nan"), float("inf"), float("-inf")]))
+        (1, 2)
     """
     nan, infinite = torch.isnan(tensor).sum(), torch.isinf(tensor).sum()
     counts = torch.stack([nan, infinite]).tolist()
@@ -317,7 +321,12 @@ def count_attention_on_cpu(
 
 @without_autocast()
 def relative_l2(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the 2-norm of the difference over that of the reference, in fp64; NaN propagates."""
+    """Return the 2-norm of the difference over that of the reference, in fp64; NaN propagates.
+
+    Examples:
+        >>> relative_l2(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]))
+        0.1
+    """
     difference = value.double() - reference.double()
     return float(difference.norm() / reference.double().norm())
 

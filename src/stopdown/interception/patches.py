@@ -25,7 +25,17 @@ _ABSENT = object()
 
 
 class Patches:
-    """A stack of changes that are undone in reverse order; also a context manager."""
+    """A stack of changes that are undone in reverse order; also a context manager.
+
+    Examples:
+        >>> tensor = torch.tensor([1.0, 3.0])
+        >>> with Patches() as patches:
+        ...     patches.scale_tensor(tensor, 4)
+        ...     tensor.tolist()
+        [16.0, 48.0]
+        >>> tensor.tolist()
+        [1.0, 3.0]
+    """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []

@@ -47,6 +47,13 @@ class ComponentCall:
     Attributes:
         below: the function that continues the call: the next layer inwards, finally the method itself.
         made_up: whether the call was derived from another one, and not made by the program.
+
+    Examples:
+        >>> from stopdown.module_calls.callee import Callee
+        >>> module = torch.nn.Linear(4, 2)
+        >>> call = ComponentCall(Callee("denoiser", module, "forward", "denoise"), (torch.ones(1, 4),))
+        >>> list(call.named)
+        ['input']
     """
 
     callee: Callee

@@ -40,7 +40,12 @@ _Layers = tuple[tuple["Rank", Callee, Layer], ...]
 
 
 class Rank(enum.IntEnum):
-    """The positions of layers around a call, innermost first; of the same rank, the later is outside."""
+    """The positions of layers around a call, innermost first; of the same rank, the later is outside.
+
+    Examples:
+        >>> Rank.PLAN < Rank.GUARD  # the guard is outside: it sees what the plan returns
+        True
+    """
 
     ENDS = 0  # multiplies arguments as the exponents of the weights require
     COMPONENT = 1  # records the component's actual arguments, and casts them like its weights
@@ -188,7 +193,21 @@ def _find_stack(found: object) -> _Stack | None:
 
 
 def intercept(callee: Callee, layer: Layer, patches: Patches, rank: Rank) -> None:
-    """Route the calls of a component through `layer`, until `patches` is undone."""
+    """Route the calls of a component through `layer`, until `patches` is undone.
+
+    Examples:
+        >>> from stopdown.module_calls.callee import Callee
+        >>> module = torch.nn.Linear(4, 2)
+        >>> def log(call):
+        ...     output = call.proceed()
+        ...     print(call.callee.name, tuple(output.shape))
+        ...     return output
+        >>> with Patches() as patches:
+        ...     callee = Callee("denoiser", module, "forward", "denoise")
+        ...     intercept(callee, log, patches, Rank.RECORD)
+        ...     output = module(torch.ones(1, 4))
+        denoiser (1, 2)
+    """
     put_layer(callee.owner, find_slot(callee), layer, patches, rank, callee)
 
 
@@ -318,6 +337,15 @@ def put_cast(
     Args:
         dtype: of most of its weights.
         as_plain: let arguments overflow to Inf as in any cast; False passes those on in fp32 (`entrances`).
+
+    Examples:
+        >>> from stopdown.module_calls.callee import Callee
+        >>> module = torch.nn.Linear(4, 2).half()
+        >>> with Patches() as patches:
+        ...     callee = Callee("denoiser", module, "forward", "denoise")
+        ...     put_cast(callee, torch.float16, patches)
+        ...     module(torch.ones(1, 4)).dtype  # fp32 in, fp32 out
+        torch.float32
     """
     module = find_module(callee)
     entrance = Entrance(module, patches)

@@ -85,6 +85,21 @@ def rescale_(
 
     Cost: for each call a capture (seconds; three with an fp32 residual), three forwards in fp32, one in
     bf16 and one in fp16; both casts hold a second copy of the weights.
+
+    Examples:
+        >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
+        >>> linear.weight[:] = 1e5 * torch.eye(4)
+        >>> module = torch.nn.Sequential(linear, torch.nn.LayerNorm(4))
+        >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+        >>> expected = module(x)
+        >>> rescaling = rescale_(module, x)
+        >>> rescaling.exponents
+        {'0.weight': -7}
+        >>> torch.equal(module(x), expected)
+        True
+        >>> patches = cast_(module, "fp16", rescaling)
+        >>> bool(module(x.half()).isfinite().all())  # module.half() alone returns NaN
+        True
     """
     require_module(module, "rescale_")
     refuse_quantised(module)

@@ -100,6 +100,19 @@ def bound_call(
             affect are computed.
 
     Cost: each weight is loaded about once, in the order of the graph, and read a few times.
+
+    Examples:
+        >>> from stopdown.scaling.bounds.known_values import InputLimits
+        >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
+        >>> linear.weight[:] = 1e5 * torch.eye(4)
+        >>> module = torch.nn.Sequential(linear, torch.nn.LayerNorm(4))
+        >>> capture = capture_call(module, (torch.ones(1, 4),), dtype=torch.float16)
+        >>> limits = InputLimits(largest={capture.inputs[0]: 4.0})  # inputs up to 4 in magnitude
+        >>> bounds = bound_call(capture, module.get_parameter, limits, {})
+        >>> bounds.values["linear"].largest > 4 * 1e5  # beyond fp16's 65504
+        True
+        >>> 2.0 < bounds.values["layer_norm"].largest < 2.01  # sqrt(4), whatever goes in
+        True
     """
     walk = Propagation(capture, load, limits, blocks, frozenset(loose))
     if before is not None:

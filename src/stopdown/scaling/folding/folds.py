@@ -51,6 +51,17 @@ class Rescaling:
 
     `cast_(module, torch.float16, rescaling)` casts it to fp16. `.trial` has the error against fp32
     after that.
+
+    Examples:
+        >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
+        >>> linear.weight[:] = 1e5 * torch.eye(4)
+        >>> module = torch.nn.Sequential(linear, torch.nn.LayerNorm(4))
+        >>> rescaling = rescale_(module, torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+        >>> rescaling.exponents, rescaling.fp32_modules
+        ({'0.weight': -7}, ())
+        >>> rescaling.undo()
+        >>> float(linear.weight.max())
+        100000.0
     """
 
     def __init__(self, module: torch.nn.Module, scaling: Scaling, patches: Patches) -> None:
@@ -114,7 +125,12 @@ class Rescaling:
 
 
 def read_headroom(scaling: Scaling) -> float:
-    """Return a scaling's bits of headroom; infinite if nothing was measured."""
+    """Return a scaling's bits of headroom; infinite if nothing was measured.
+
+    Examples:
+        >>> read_headroom(Scaling(headroom_bits=2.5)), read_headroom(Scaling())
+        (2.5, inf)
+    """
     return math.inf if scaling.headroom_bits is None else scaling.headroom_bits
 
 
@@ -137,6 +153,13 @@ def load_scaled(
     Returns:
         The changes. Undoing them leaves fp32 weights that equal the stored ones up to rounding to
         `dtype`.
+
+    Examples:
+        >>> module = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
+        >>> module.weight[:] = 1e5 * torch.eye(4)
+        >>> patches = load_scaled(module, torch.float16, Scaling(exponents={"weight": -3}))
+        >>> module.weight[0, 0]
+        tensor(12496., dtype=torch.float16)
     """
     folds = {id(x): found for x, found in locate_folds(module, scaling.exponents)}
     patches = Patches()
@@ -161,6 +184,16 @@ def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:
 
     Raises:
         ScalingError: if the module lacks a name in the scaling. Nothing was changed.
+
+    Examples:
+        >>> module = torch.nn.Linear(4, 4)
+        >>> before = module.weight.clone()
+        >>> rescaling = fold_scaling(module, Scaling(exponents={"weight": -3, "bias": -3}))
+        >>> torch.equal(module.weight * 8, before)
+        True
+        >>> rescaling.undo()
+        >>> torch.equal(module.weight, before)
+        True
     """
     return Rescaling(module, scaling, _fold(module, scaling))
 
@@ -196,6 +229,13 @@ def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
     or if the cast would turn a whole matrix into zeros.
 
     Cost: a pass over each tensor that is folded, and a host read.
+
+    Examples:
+        >>> module = torch.nn.Linear(4, 4)
+        >>> list(list_misfits(module, Scaling(exponents={"weight": -3})))
+        []
+        >>> list(list_misfits(module, Scaling(exponents={"kernel": -3})))
+        ['it has no floating kernel']
     """
     named, kept = name_parameters(module), {*(scaling.kept_buffers or ())}
     kept |= set() if scaling.stream is None else {*scaling.stream.kept}
@@ -353,6 +393,15 @@ def cast_(
     Returns:
         The changes; `.undo()` restores every dtype, value and hook, and so does undoing the rescaling.
         They hold the old values: drop both to free them.
+
+    Examples:
+        >>> module = torch.nn.Linear(4, 4)
+        >>> patches = cast_(module, "fp16")
+        >>> module.weight.dtype
+        torch.float16
+        >>> patches.undo()
+        >>> module.weight.dtype
+        torch.float32
     """
     require_module(module, "cast_")
     dtype, plan = read_dtype("cast_", dtype), rescaling_or_plan
@@ -394,7 +443,14 @@ def cast_(
 
 
 def has_more_than_folds(scaling: Scaling) -> bool:
-    """Return whether a scaling has entries, apart from eps, that can't be written into a weight file."""
+    """Return whether a scaling has entries, apart from eps, that can't be written into a weight file.
+
+    Examples:
+        >>> has_more_than_folds(Scaling(exponents={"proj.weight": -3}))
+        False
+        >>> has_more_than_folds(Scaling(multiplies={"proj": -3}))  # a hook, not a weight
+        True
+    """
     return bool(scaling.multiplies or scaling.operands) or keeps_fp32(scaling)
 
 

@@ -93,6 +93,11 @@ class Capture:
         signature: signature of the call, as in `sign_call`.
         keeps_clamps: whether the code clamps at fp16's maximum in fp32 as well.
         sizes: sizes of the call's arguments, as in `list_argument_sizes`.
+
+    Examples:
+        >>> capture = capture_call(torch.nn.Linear(4, 2), (torch.ones(1, 4),), dtype=torch.float16)
+        >>> capture.component, capture.dtype, sorted(capture.parameters.values())
+        ('Linear', torch.float16, ['bias', 'weight'])
     """
 
     graph: GraphModule
@@ -136,6 +141,12 @@ def capture_call(
 
     Raises:
         CaptureError: if the code can't be traced; the error shows the line at fault.
+
+    Examples:
+        >>> module = torch.nn.Linear(4, 2)
+        >>> capture = capture_call(module, (torch.ones(1, 4),), dtype=torch.float16)
+        >>> [node.name for node in capture.graph.graph.nodes][-2:]
+        ['linear', 'output']
     """
     failure: CaptureError | None = None
     first = _Attempt(call, args, dict(kwargs or {}), dtype, wide, operands)

@@ -23,7 +23,21 @@ from stopdown.scaling_records import Scaling
 
 @dataclass
 class FoldsAlone:
-    """Measured calls of one module, and the exponents for them that folding alone can give."""
+    """Measured calls of one module, and the exponents for them that folding alone can give.
+
+    Examples:
+        >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
+        >>> linear.weight[:] = 1e5 * torch.eye(4)
+        >>> module = torch.nn.Sequential(linear, torch.nn.LayerNorm(4))
+        >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+        >>> folds = FoldsAlone(module)
+        >>> folds.measure([(module, (x,), {})])
+        >>> folds.find() is None  # without a change of eps
+        True
+        >>> scaling = folds.find(free=None)
+        >>> scaling.exponents, scaling.eps
+        ({'0.weight': -7}, {'1.eps': -14})
+    """
 
     module: torch.nn.Module
     kinds: list[MeasuredCall] = field(default_factory=list)

@@ -27,6 +27,18 @@ class ObservedCalls:
     Attributes:
         residual: what the residual stream is kept in: `native` or `fp32`.
         stream: where it becomes fp32; None before the first call, and for `native`.
+
+    Examples:
+        >>> from stopdown.module_calls.callee import Callee
+        >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
+        >>> linear.weight[:] = 1e5 * torch.eye(4)
+        >>> module = torch.nn.Sequential(linear, torch.nn.LayerNorm(4))
+        >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+        >>> callee = Callee("denoiser", module, "forward", "denoise")
+        >>> observed = ObservedCalls()
+        >>> observed.observe(module, ComponentCall(callee, (x,)))
+        >>> observed.find_exponents(module).exponents
+        {'0.weight': -7}
     """
 
     calls: int = 0

@@ -566,6 +566,15 @@ def scale_calls(
 
     Cost: a capture for each group (two or three with an fp32 residual), a forward in fp32 for each
     call, and those of `try_scaling`.
+
+    Examples:
+        >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
+        >>> linear.weight[:] = 1e5 * torch.eye(4)
+        >>> module = torch.nn.Sequential(linear, torch.nn.LayerNorm(4))
+        >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+        >>> scaling = scale_calls(module, [[(module, (x,), {})]])
+        >>> scaling.exponents, float(linear.weight.max())  # found, not folded
+        ({'0.weight': -7}, 100000.0)
     """
     search = _CallSearch(module, kinds, ranges, verify)
     return take_first(search.list_strategies(residual), left=search.left)

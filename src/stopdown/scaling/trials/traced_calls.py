@@ -24,7 +24,19 @@ from stopdown.scaling_records import ResidualStream, Scaling
 
 
 class TracedCalls:
-    """The calls of one component, with their captures, each of which is made once."""
+    """The calls of one component, with their captures, each of which is made once.
+
+    Examples:
+        >>> from stopdown.module_calls.callee import Callee
+        >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
+        >>> linear.weight[:] = 1e5 * torch.eye(4)
+        >>> module = torch.nn.Sequential(linear, torch.nn.LayerNorm(4))
+        >>> callee = Callee("denoiser", module, "forward", "denoise")
+        >>> traced = TracedCalls(module, [ComponentCall(callee, (torch.ones(1, 4),))])
+        >>> scaling = traced.certify("native", module.get_parameter)  # the module isn't run
+        >>> scaling.certified, scaling.exponents
+        (True, {'0.weight': -11})
+    """
 
     def __init__(self, module: torch.nn.Module, made: Sequence[ComponentCall]) -> None:
         self.module = module

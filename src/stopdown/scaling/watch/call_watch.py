@@ -91,6 +91,17 @@ class Refusal:
         is_traceable: whether exponents may be solved for it and the earlier calls together.
         path: path of the part that was called alone, for which no other exponents exist; "" for the
             whole module.
+
+    Examples:
+        >>> from stopdown.module_calls.callee import Callee
+        >>> module = torch.nn.Linear(4, 4)
+        >>> call = ComponentCall(Callee("denoiser", module, "forward", "denoise"), (torch.ones(1, 4),))
+        >>> def repair(refusal):  # for `WatchOptions`: take the exponents off, and let the call run
+        ...     print(refusal.call.callee.name, refusal.what)
+        ...     return True
+        >>> repair(Refusal(call, "its code changed", is_traceable=True))
+        denoiser its code changed
+        True
     """
 
     call: ComponentCall
@@ -126,6 +137,10 @@ class WatchOptions:
         repair: repair by a guard; None to raise an error for calls for which the exponents don't hold.
         announce: receives each message for the user once.
         remedy: what a user can do about refused calls.
+
+    Examples:
+        >>> WatchOptions(name="denoiser", announce=print).repair is None  # calls that don't fit raise
+        True
     """
 
     name: str = ""
@@ -147,7 +162,22 @@ _thread = _Thread()
 
 
 class CallWatch(SameInCopies):
-    """Checks each call of a rescaled module, and scales, repairs or refuses it if exponents don't hold."""
+    """Checks each call of a rescaled module, and scales, repairs or refuses it if exponents don't hold.
+
+    Examples:
+        >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
+        >>> linear.weight[:] = 1e5 * torch.eye(4)
+        >>> module = torch.nn.Sequential(linear, torch.nn.LayerNorm(4))
+        >>> CallWatch.find(module) is None
+        True
+        >>> rescaling = rescale_(module, torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+        >>> watch = CallWatch.find(module)
+        >>> watch.scaling.exponents
+        {'0.weight': -7}
+        >>> rescaling.undo()
+        >>> CallWatch.find(module) is None
+        True
+    """
 
     def __init__(
         self,
