@@ -2,18 +2,21 @@
 
 `tightness` compares the bound of every value with the largest that gradient ascent finds and with the
 largest in ordinary runs. `share` makes the classes of the rescale table overflow, chooses exponents
-from bounds and measures what that loses. `full` writes checkpoints with the shapes of CogVideoX-5B
+from bounds and measures what that loses. `engines` compares the planner's bounds with the checker's, at
+full width and reduced depth. `full` writes checkpoints with the shapes of CogVideoX-5B
 and T5-XXL and generated weights into a temporary folder, one at a time, and certifies them in a
 process of its own.
 
     python benchmarks/certificates.py tightness [--classes T5 "SD VAE"]
     python benchmarks/certificates.py share [--classes T5 "SD VAE"]
+    OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python benchmarks/certificates.py engines
     python benchmarks/certificates.py full
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import random
@@ -24,9 +27,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -147,6 +152,99 @@ def run_share(names: list[str]) -> None:
         rows = list(stored.values())
         _store("certificates_share", rows, "python benchmarks/certificates.py share")
         write_share(rows)
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "CogVideoX-5B": {"num_layers": 3},
+    "T5-XXL": {"num_layers": 2},
+    "Z-Image": {"n_layers": 2},
+    "SVD-XT": {
+        "block_out_channels": [64, 128, 256, 256],
+        "num_attention_heads": [1, 2, 4, 4],
+    },
+}
+"""Checkpoint to what is changed of its configuration, so that it is planned in a minute."""
+
+
+def run_engines() -> None:
+    """Store coverage, tightness and seconds of both derivations of the bounds, one row a component."""
+    import certificate_files
+    import full_size_runs
+
+    rows = []
+    for name, changed in ENGINES.items():
+        case = full_size_runs.CASES[name]
+        full_size_runs.CASES[name] = replace(case, changed=case.changed | changed)
+        place = Path(tempfile.mkdtemp(prefix="engines-"))
+        try:
+            certificate_files.write_model(name, place / "model")
+            rows += [{"name": name, **row} for row in compare_engines(place)]
+        finally:
+            shutil.rmtree(place)
+        print(json.dumps(rows[-3:], indent=1), flush=True)
+    command = "OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python benchmarks/certificates.py engines"
+    _store("certificates_engines", rows, command)
+
+
+def compare_engines(place: Path) -> list[dict[str, Any]]:
+    """Plan a folder and write its certificate; compare the bound of each value that both derive.
+
+    Returns:
+        For each component: values that both know, those with a bound, quantiles of the checker's bound over
+        the planner's, and processor seconds of both.
+    """
+    import stopdown_verify
+    from stopdown.plans.certificate_files import write_certificate
+    from stopdown.plans.certified import Scope, certify_plan
+    from stopdown.scaling import certificate
+    from stopdown.scaling.trials.traced_calls import TracedCalls
+    from stopdown.sources.sources import resolve_source
+
+    source, traced = resolve_source(place / "model"), dict[str, TracedCalls]()
+    bounds, seconds = dict[int, Any](), Counter[str]()
+    with contextlib.ExitStack() as patches:
+        bound_call, check = certificate.bound_call, stopdown_verify.check_component
+
+        def timed_bounds(capture: Any, *arguments: Any) -> Any:
+            begun = time.process_time()
+            made = bounds[id(capture)] = bound_call(capture, *arguments)
+            seconds[f"planner {capture.component}"] += time.process_time() - begun
+            return made
+
+        def timed_check(stated: Any, *arguments: Any, **options: Any) -> Any:
+            begun = time.process_time()
+            made = check(stated, *arguments, **options)
+            seconds[f"checker {stated['component']}"] += time.process_time() - begun
+            return made
+
+        for module, name, timed in (
+            (certificate, "bound_call", timed_bounds),
+            (stopdown_verify, "check_component", timed_check),
+        ):
+            patches.enter_context(mock.patch.object(module, name, timed))
+        plan = certify_plan(source, residual="fp32", scope=Scope(()), traced=traced)
+        made = write_certificate(plan, source, place / "certificate.json", traced)
+    rows = []
+    for stated in made["components"]:
+        entry = next(x for x in plan.components if x.component == stated["component"])
+        captures = [x[0] for x in traced[entry.component].capture(entry.in_force.stream)]
+        pairs = []
+        for capture, graph in zip(captures, stated["graphs"], strict=True):
+            known = bounds[id(capture)].values
+            pairs += [(known[n["id"]], n["bound"]) for n in graph["nodes"]
+                      if n["dtype"] != "int" and n["id"] in known]  # fmt: skip
+        ratios = sorted(float(stopdown_verify.read_number(stated)) / bound.largest
+                        for bound, stated in pairs if bound and stated and bound.largest)  # fmt: skip
+        rows.append({
+            "component": entry.component,
+            "values": len(pairs),
+            "planner": sum(bound is not None for bound, _ in pairs),
+            "checker": sum(stated is not None for _, stated in pairs),
+            "ratios": {str(x): ratios[int(x * (len(ratios) - 1))] for x in (0, 0.5, 0.95, 1)},
+            "planner_s": seconds[f"planner {captures[0].component}"],
+            "checker_s": seconds[f"checker {entry.component}"],
+        })  # fmt: skip
+    return rows
 
 
 def run_full(only: str | None) -> None:
@@ -453,13 +551,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("tightness", "share", "full", "one"))
+    parser.add_argument("what", choices=("tightness", "share", "engines", "full", "one"))
     parser.add_argument("--classes", nargs="*", default=list(EXAMPLES))
     parser.add_argument("--only", choices=list(FULL))
     parser.add_argument("--folder")
     options = parser.parse_args()
     if options.what == "one":
         print(json.dumps(certify_one(options.folder)))
+    elif options.what == "engines":
+        run_engines()
     elif options.what == "full":
         run_full(options.only)
     elif options.what == "share":

@@ -19,13 +19,20 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+
+if Path(sys.argv[0]).stem.replace("-", "_") == "stopdown_verify":  # the program itself
+    # OpenBLAS's own threads wait busily for each other: five times as long on a busy machine
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 
@@ -47,6 +54,9 @@ WEIGHT, SUM, NORM = 2.0**-11, 2.0**-23, 2.0**-10  # relative: of a weight, a ter
 MOST, SMALL, ENTRIES, BASIS = 1 << 19, 1 << 21, 1 << 20, 32
 CHUNK = 1 << 17  # numbers in float64 that stay in a processor's cache
 MOST_EXPONENT, LEAST_EPS = 512, 2.0**50
+
+THREADS = min(os.cpu_count() or 1, 8) if os.environ.get("OPENBLAS_NUM_THREADS") == "1" else 1
+POOL = ThreadPoolExecutor(THREADS)
 
 
 # the grammar: what a certificate can say. Every object has exactly the keys that stand here
@@ -1045,6 +1055,23 @@ class Weight:
         for place, part in self.read_raw(start, stop, entries):
             yield place, self.widen(part).astype(dtype)
 
+    def map(
+        self, function: Callable[[slice, Array], Any], start: int, stop: int, dtype: Any
+    ) -> Iterator[Any]:
+        """Yield, in order, a function of each slice of rows that `read` yields; threads compute ahead."""
+
+        def call(place: slice, part: Array) -> Any:
+            with np.errstate(all="ignore"):
+                return function(place, self.widen(part).astype(dtype))
+
+        waiting = deque[Future[Any]]()
+        for place, part in self.read_raw(start, stop):
+            waiting.append(POOL.submit(call, place, part))
+            if len(waiting) > THREADS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
     def read_raw(
         self, start: int = 0, stop: int | None = None, entries: int = ENTRIES
     ) -> Iterator[tuple[slice, Array]]:
@@ -1073,13 +1100,15 @@ class Weight:
 
     def multiply(self, start: int, stop: int, *columns: Sequence[Array]) -> tuple[Array, ...]:
         """Multiply the magnitudes, the squares and the values of rows by columns of their own."""
-        wide = [np.stack(x, 1) if len(x) else None for x in columns]
-        made: tuple[list[Array], ...] = ([], [], [])
-        for _, rows in self.read(start, stop, CHUNK):
-            made[2].append(np.zeros((len(rows), 0)) if wide[2] is None else rows @ wide[2])
+        sums, squares, bases = (np.stack(x, 1) if len(x) else None for x in columns)
+
+        def multiply(_: slice, rows: Array) -> tuple[Array, ...]:
+            products = np.zeros((len(rows), 0)) if bases is None else rows @ bases
             np.abs(rows, out=rows)
-            made[0].append(rows @ wide[0])
-            made[1].append(np.square(rows, out=rows) @ wide[1])
+            lengths = rows @ sums
+            return lengths, np.square(rows, out=rows) @ squares, products
+
+        made = zip(*self.map(multiply, start, stop, np.float64), strict=True)
         return tuple(np.concatenate(x) * (UP if i < 2 else 1) for i, x in enumerate(made))
 
     def check_sigma(self, start: int, stop: int, squares: Sequence[Any]) -> float:
@@ -1094,11 +1123,14 @@ class Weight:
         """
         cuts = np.linspace(0, self.shape[1], len(squares) + 1).astype(int)
         grams = [np.zeros((b - a, b - a)) for a, b in itertools.pairwise(cuts)]
-        for _, rows in self.read(start, stop, dtype=np.float32):
-            for at in range(0, len(rows), 512):
-                piece = rows[at : at + 512]
-                for gram, (a, b) in zip(grams, itertools.pairwise(cuts), strict=True):
-                    gram += piece[:, a:b].T @ piece[:, a:b]
+
+        def multiply(_: slice, rows: Array) -> list[list[Array]]:
+            pieces = [rows[at : at + 512] for at in range(0, len(rows), 512)]
+            return [[x[:, a:b].T @ x[:, a:b] for a, b in itertools.pairwise(cuts)] for x in pieces]
+
+        for products in itertools.chain.from_iterable(self.map(multiply, start, stop, np.float32)):
+            for gram, product in zip(grams, products, strict=True):
+                gram += product
         total = 0.0
         for gram, pair in zip(grams, squares, strict=True):
             size, error = len(gram), 600 * 2.0**-24 * float(np.trace(gram)) + 2.0**-90
@@ -1290,8 +1322,11 @@ class Graph:
         values, floor = self.vector(n, "bias", 0.0)
         low, up = STORED * 2.0 ** -w.rows[start:stop], 2.0**-w.columns
         made, own = np.empty((len(flat), stop - start)), flat.astype(ours)
-        for part, rows in w.read(start, stop, dtype=ours):
+
+        def multiply(part: slice, rows: Array) -> None:
             made[:, part.start - start : part.stop - start] = own @ rows.T
+
+        deque(w.map(multiply, start, stop, ours), 0)
         made += values
         products = 2 if ours is np.float64 else 4  # the model's in fp32, and ours
         lost = (0.0 if held else WEIGHT) + products * (width + 8) * 2.0**-24
@@ -1499,8 +1534,9 @@ def check_component(stated: Node, folder: Path, write: bool = False) -> tuple[in
             read |= graph.read
             covered += graph.covered
             uncovered += [f"{number}:{name}" for name in graph.uncovered]
-    for name, weight in weights.items():
-        entry, found = stated["weights"][name], hashlib.sha256(weight.raw).hexdigest()
+    hashes = POOL.map(lambda weight: hashlib.sha256(weight.raw).hexdigest(), weights.values())
+    for (name, weight), found in zip(weights.items(), hashes, strict=True):
+        entry = stated["weights"][name]
         entry.update({"sha256": found} if write else {})
         demand(entry["sha256"] == found, f"{name} is another tensor")
         dtypes = {dtype for other, dtype in read if other == name}
