@@ -43,7 +43,8 @@ class SizeCase:
     def kwargs(self, *sizes: int) -> dict[str, Any]:
         torch.manual_seed(1)
         made = self.call(*sizes)
-        return made if "input_ids" in made else {**made, "return_dict": False}
+        gives_tensors = "input_ids" in made or "num_frames" in made
+        return made if gives_tensors else {**made, "return_dict": False}
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -113,6 +114,16 @@ def _continue_frames(kind: str) -> SizeCase:
             "encoder_hidden_states_image": _random(2, 5, 16),
         },
         ((2, 8, 8), (4, 4, 8)),
+    )  # fmt: skip
+
+
+def _make_motion_module() -> nn.Module:
+    """Of AnimateDiff: it attends over frames, and its table of positions is cut to their number."""
+    from diffusers.models.unets.unet_motion_model import AnimateDiffTransformer3D
+
+    return AnimateDiffTransformer3D(
+        num_attention_heads=2, attention_head_dim=16, in_channels=32, norm_num_groups=8, num_layers=2,
+        positional_embeddings="sinusoidal", num_positional_embeddings=8,
     )  # fmt: skip
 
 
@@ -326,6 +337,25 @@ CASES: dict[str, SizeCase] = {
             height, width, encoder_hidden_states=_random(1, 7, 16), timestep=torch.tensor([500]),
         ),
         _SQUARES, 2,
+    ),
+    "Motion module": SizeCase(
+        _make_motion_module,
+        lambda frames, height, width: {
+            "hidden_states": _random(frames, 32, height, width), "num_frames": frames,
+        },
+        ((4, 4, 4), (8, 4, 4), (1, 4, 8), (5, 8, 4)),
+    ),
+    "Discrete": SizeCase(
+        from_diffusers(
+            "Transformer2DModel", num_attention_heads=2, attention_head_dim=16, num_layers=2,
+            sample_size=4, num_vector_embeds=11, cross_attention_dim=16, num_embeds_ada_norm=1000,
+            norm_type="ada_norm", norm_elementwise_affine=False,
+        ),
+        lambda tokens: {
+            "hidden_states": torch.arange(tokens)[None] % 11, "timestep": torch.tensor([500]),
+            "encoder_hidden_states": _random(1, 7, 16),
+        },
+        ((16,),),
     ),
     "Prior": SizeCase(
         from_diffusers(

@@ -10,7 +10,7 @@ from torch import nn
 
 from models.mixed_dtype_models import make_block, make_call
 from models.rescaling_models import measure_call
-from stopdown import cast_, rescale_
+from stopdown import cast_, guard, rescale_
 from stopdown.errors import CaptureError
 from stopdown.module_calls import mixed_dtypes
 from stopdown.module_calls.mixed_dtypes import NO_OPERANDS, merge_operands
@@ -305,3 +305,58 @@ def test_conjugated_complex_tensors_are_measured() -> None:
         before = module(x)
         rescale_(module, x)
         assert torch.equal(module(x), before)
+
+
+PRODUCTS = {
+    "@": lambda x, weight: x @ weight.T,
+    "matmul": lambda x, weight: torch.matmul(x, weight.t()),
+    "mm, the weight first": lambda x, weight: torch.mm(weight, x.T).T,
+}
+
+
+class Waves(nn.Module):
+    """Multiplies by its weight without a layer, as embeddings of timesteps do."""
+
+    def __init__(self, product: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 1))
+        self.product = product
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        """`[N, 1]` to `[N, 8]`."""
+        found: torch.Tensor = PRODUCTS[self.product](t, self.weight).cos()
+        return found
+
+
+class Timed(nn.Module):
+    """Adds what a timestep makes to activations beyond fp16."""
+
+    def __init__(self, product: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.waves, self.up, self.norm = Waves(product), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.out = nn.Linear(8, 4)
+        self.up.weight.data.mul_(1.5e5)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """`[N, 8]` and `[N, 1]` to `[N, 4]`."""
+        found: torch.Tensor = self.out(self.norm(x + self.up(self.waves(t))))
+        return found
+
+
+@pytest.mark.filterwarnings("ignore::stopdown.errors.StopdownWarning")
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_products_with_a_parameter_are_given_one_dtype(product: str) -> None:
+    """A timestep in fp32 meets an fp16 weight: its module's input is cast, and the overflow rescaled."""
+    module, x, t = Timed(product).eval(), torch.randn(3, 8), torch.tensor([[0.7], [0.2], [0.5]])
+    with torch.no_grad():
+        wanted = module(x, t)
+        half = Timed(product).eval().half()
+        with pytest.raises(RuntimeError, match="dtype"):
+            half(x.half(), t)
+        assert mixed_dtypes.find_operands(lambda: half(x.half(), t), half) == Operands(("waves",))
+        with guard(half) as guarding:
+            errors = [relative_l2(half(x.half(), t).float(), wanted) for _ in range(2)]
+        plain = relative_l2(Timed(product).bfloat16()(x.bfloat16(), t.bfloat16()).float(), wanted)
+    assert [repair.action for repair in guarding.record.repairs] == ["cast-inputs", "rescaled"]
+    assert max(errors) < plain

@@ -68,7 +68,7 @@ def test_a_table_that_a_call_does_not_read_keeps_its_values() -> None:
         assert all(map(torch.equal, run(module, kwargs), right))
 
 
-POSITIONS = re.compile(r"pos(ition(al)?)?(_|$)|_pos", re.IGNORECASE)
+POSITIONS = re.compile(r"pos(ition(al)?)?(_|$)|_pos|^pe$|^(height|width)_emb$", re.IGNORECASE)
 
 
 def list_holders(source: str) -> set[str]:

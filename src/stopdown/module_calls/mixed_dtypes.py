@@ -6,7 +6,8 @@ fp16 parameters. One run on fake tensors finds all of these. If a layer receives
 weight's, its input must be cast. If its own code upcasts the input, as `GroupNorm32` does, its parameters
 must stay in fp32.
 
-**Catches** linears, convolutions, layer and group norms whose weight is a parameter.
+**Catches** linears, convolutions, layer and group norms whose weight is a parameter, and products (`@`)
+with a parameter or a view of one.
 **Does not catch** products of two activations of different dtypes, and weights that are computed.
 """
 
@@ -45,6 +46,11 @@ _WEIGHTED: dict[Any, tuple[str, ...]] = {
     functional.group_norm: ("input", "num_groups", "weight", "bias"),
 }
 """Functions that require operands of one dtype → names of their arguments, in order."""
+
+_MATRIX_PRODUCTS: frozenset[Any] = frozenset(
+    getattr(place, name) for place in (torch, torch.Tensor) for name in ("matmul", "mm", "bmm")
+) | {torch.Tensor.__matmul__}
+"""Functions of two matrices of one dtype, either of which may be a weight."""
 
 
 MOST_OPERATIONS = 200_000
@@ -178,8 +184,13 @@ class _Watch(TorchFunctionMode):
             raise RuntimeError("The call has too many operations.")
         kwargs = dict(kwargs or {})
         names = _WEIGHTED.get(func)
-        if names is None or (func in PRODUCT_FUNCTIONS and _is_autocast(args, kwargs)):
+        is_product = func in PRODUCT_FUNCTIONS or func in _MATRIX_PRODUCTS
+        if is_product and _is_autocast(args, kwargs):
             return func(*args, **kwargs)  # autocast casts the operands of products on every device
+        if func in _MATRIX_PRODUCTS and len(args) == 2:
+            return func(*self._agree_matrices(*args), **kwargs)
+        if names is None:
+            return func(*args, **kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         rest = args[len(names) :]
         others = {name: x for name, x in given.items() if name not in names}
@@ -188,7 +199,7 @@ class _Watch(TorchFunctionMode):
     def _agree(self, given: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
         """Return a layer function's arguments in the order of `names`, with operands of one dtype."""
         source, weight = given["input"], given.get("weight")
-        name = self._names.get(id(weight), "")
+        name = self._find_name(weight)
         if (
             weight is not None
             and name
@@ -203,8 +214,20 @@ class _Watch(TorchFunctionMode):
                 self._widen(given, source.dtype)
         return [given.get(name) for name in names]
 
+    def _agree_matrices(self, left: Any, right: Any) -> list[Any]:
+        """Return both matrices of a product in one dtype, if one of them is a weight."""
+        if self._find_name(right):
+            return self._agree({"input": left, "weight": right}, ("input", "weight"))
+        return self._agree({"input": right, "weight": left}, ("weight", "input"))
+
+    def _find_name(self, tensor: Any) -> str:
+        """Return the name of a parameter, or of that which a view shows; "" for other tensors."""
+        if not isinstance(tensor, torch.Tensor):
+            return ""
+        return self._names.get(id(tensor)) or self._names.get(id(tensor._base), "")
+
     def _widen(self, given: dict[str, Any], dtype: torch.dtype) -> None:
         for key in ("weight", "bias"):
-            if given.get(key) is not None:
-                self.wide.add(self._names[id(given[key])])
+            if name := self._find_name(given.get(key)):
+                self.wide.add(name)
                 given[key] = given[key].to(dtype)
