@@ -332,9 +332,10 @@ def _spread_dim(size: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
 
 
 def _spread_channels(peak: torch.Tensor, group: int, width: int, places: int) -> torch.Tensor:
-    """Return the peak of the input channel that each entry of a flattened kernel multiplies.
+    """Return, for each entry of a flattened kernel, the largest magnitude of its input channel.
 
-    Its shape is `[in * places]` for the given group of channels, or `[1]` if there is one peak.
+    The result's shape is `[width * places]` for the given group of channels (places: positions in the
+    kernel), or `[1]` if one magnitude bounds all channels.
     """
     if peak.numel() == 1:
         return peak

@@ -421,7 +421,7 @@ class _Update(Propagation):
         return sources
 
     def _find_needed(self, changed: set[Node]) -> set[Node]:
-        """Find the nodes to visit: changed ones, and inputs whose earlier bounds don't suffice."""
+        """Return the nodes to bound again: changed ones, and their inputs whose bounds can't be reused."""
         needed: set[Node] = set()
         asked = list(changed)
         while asked:

@@ -114,7 +114,7 @@ def find_largest_magnitude(weight: torch.Tensor) -> float:
 
 
 def is_exact_in_fp16(weight: torch.Tensor) -> bool:
-    """Return whether each value of a weight has at most fp16's 11 significant bits, of any size."""
+    """Return whether every value of a weight fits in fp16's 11 significant bits; ignore its range."""
     if weight.dtype in HALVES:
         return True
     significands = torch.frexp(weight.float()).mantissa.mul_(2.0**11)

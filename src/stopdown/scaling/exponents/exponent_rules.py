@@ -133,7 +133,7 @@ def keep_all(op: PlacedOperation) -> None:
 
 
 def scatter(op: PlacedOperation) -> None:
-    """Equate all exponents of a scatter; fix them at 0 if it writes a number but 0, or multiplies."""
+    """Give all tensors of a scatter one exponent; fix it at 0 unless it adds or copies a tensor."""
     if op.given.get("reduce") not in (None, "add") or op.given.get("value"):
         op.pin()
     else:

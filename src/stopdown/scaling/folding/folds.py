@@ -174,7 +174,7 @@ def load_scaled(
 
 
 def _unfold(module: torch.nn.Module, exponents: Mapping[str, int]) -> None:
-    """Cast weights to fp32, in which nothing overflows, and remove their exponents."""
+    """Cast weights to fp32, where nothing overflows, and divide out the powers of two folded into them."""
     widen_(module)
     _fold_parameters(module, {name: -x for name, x in exponents.items()}, Patches())
 

@@ -178,8 +178,8 @@ _MOVING = (
 def read_magnitude(node: Node, number: float) -> float:
     """Return the magnitude of a number among an operation's arguments; 0 if it is the fill value of a mask.
 
-    A mask's value is filled in, or it multiplies a mask: `(1 - mask) * torch.finfo(dtype).min`. If such
-    a number multiplies another value or is added to one, it counts.
+    A fill value near the end of fp16's range is written into a tensor, or multiplies a mask, as in
+    `(1 - mask) * torch.finfo(dtype).min`. A number that multiplies any other tensor isn't a fill value.
     """
     size = abs(float(number))
     found = find_operation(operation(node))
