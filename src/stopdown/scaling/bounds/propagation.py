@@ -421,7 +421,10 @@ class _Update(Propagation):
         return sources
 
     def _find_needed(self, changed: set[Node]) -> set[Node]:
-        """Return the nodes to bound again: changed ones, and their inputs whose bounds can't be reused."""
+        """Return the nodes to bound again: changed ones, and inputs of which more than the bound is needed.
+
+        Inputs of such inputs, and nodes that share their storage, are included.
+        """
         needed: set[Node] = set()
         asked = list(changed)
         while asked:

@@ -133,7 +133,10 @@ def keep_all(op: PlacedOperation) -> None:
 
 
 def scatter(op: PlacedOperation) -> None:
-    """Give all tensors of a scatter one exponent; fix it at 0 unless it adds or copies a tensor."""
+    """Give all tensors of a scatter one exponent.
+
+    It is 0 if the scatter writes a number other than 0, or reduces in another way than by adding.
+    """
     if op.given.get("reduce") not in (None, "add") or op.given.get("value"):
         op.pin()
     else:

@@ -386,7 +386,11 @@ def _scale_lora(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _choose_share(down: torch.Tensor, up: torch.Tensor, rows: torch.Tensor) -> int:
-    """Choose the exponent of A: 0 if fp16 represents B with all of it, else up to a balance of both."""
+    """Choose the exponent of a LoRA's matrix A; each row's exponent, less this one, goes to B.
+
+    It is 0 if B fits into fp16 with the whole exponents. Otherwise, it is as low as B needs, but A isn't
+    made smaller than B, nor smaller than `_ROOM_BITS` allow.
+    """
     if not rows.any():
         return 0
     first, second = _log2_amax(down), _log2_amax(up) + float(rows.min())

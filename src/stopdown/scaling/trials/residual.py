@@ -146,7 +146,11 @@ def with_stream(
 
 
 def demand_agreement(plain: Capture, streamed: Capture) -> None:
-    """Raise an error if an fp32 stream gives operands, or the outputs, other dtypes than they need."""
+    """Check that a residual stream in fp32 leaves the dtypes of operands and outputs as they have to be.
+
+    Raises:
+        ScalingError: if an operation would get fp32 and fp16 operands, or an output another dtype.
+    """
     mixed = find_mixed_operands(streamed.graph)
     mixed += find_mixed_operands(streamed.graph, "attention", *NORMS)
     if mixed:
