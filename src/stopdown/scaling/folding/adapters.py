@@ -388,8 +388,8 @@ def _scale_lora(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
 def _choose_share(down: torch.Tensor, up: torch.Tensor, rows: torch.Tensor) -> int:
     """Choose the exponent of a LoRA's matrix A; each row's exponent, less this one, goes to B.
 
-    It is 0 if B fits into fp16 with the whole exponents. Otherwise, it is as low as B needs, but A isn't
-    made smaller than B, nor smaller than `_ROOM_BITS` allow.
+    It is 0 if B stays above `2**_ROOM_BITS` with the whole exponents. Otherwise A takes what B lacks, as
+    long as A stays above that, or at least as large as B.
     """
     if not rows.any():
         return 0

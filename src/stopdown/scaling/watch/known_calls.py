@@ -267,7 +267,7 @@ def cast_arguments(call: ComponentCall) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 def find_path(call: ComponentCall) -> str:
-    """Return the path of the submodule that is called directly, not by its parent; "" for the whole module."""
+    """Return the path of the submodule that is called directly, not by its parent; "" for the module."""
     return call.callee.component_name if call.callee.stage == "part" else ""
 
 
