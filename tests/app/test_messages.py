@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from typing import get_type_hints
+
 import pytest
 
-from stopdown.app.messages import describe_interrupt, find_command, report_failure
+from stopdown.app.messages import (
+    RUN_VALUES,
+    describe_interrupt,
+    find_command,
+    list_own_words,
+    report_failure,
+)
+from stopdown.app.run_command import ScriptOptions
 from stopdown.errors import InputError
 
 
@@ -28,3 +38,34 @@ def test_an_interrupted_run_says_how_to_go_on() -> None:
     plain = " ".join(describe_interrupt(["generate", "shapes"]))
     assert "--journal FOLDER" in plain
     assert "--journal FOLDER" not in " ".join(describe_interrupt(["compare", "shapes"]))
+
+
+SCRIPT = ["run", "--device", "cpu", "script.py", "-v", "--json"]
+
+
+def test_options_of_a_script_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """`-v` and `--json` after the script ask Stopdown for no traceback and no JSON; before it, they do."""
+    assert list_own_words(SCRIPT) == ["run", "--device", "cpu"]
+    assert list_own_words(["run", "-m", "package.module", "x", "-v"])[1:] == [
+        "-m",
+        "package.module",
+    ]
+    assert list_own_words(SCRIPT[3:]) == SCRIPT[3:]
+    report_failure(InputError("It is none."), SCRIPT)
+    assert capsys.readouterr() == ("", "stopdown: It is none.\n")
+    report_failure(InputError("It is none."), ["run", "--json", *SCRIPT[1:4]])
+    out, err = capsys.readouterr()
+    assert json.loads(out)["message"] == "It is none."
+    assert "Traceback" not in err
+
+
+def test_options_with_a_value_are_those_of_run() -> None:
+    """Each option that is no switch, by all of its names."""
+    hints = get_type_hints(ScriptOptions, include_extras=True)
+    found = set[str]()
+    for name, hint in hints.items():
+        kind, option = hint.__origin__, hint.__metadata__[0]
+        if kind is not bool and name not in ("script", "arguments"):
+            names = [x for x in (option.default, *option.param_decls) if isinstance(x, str)]
+            found.update(names or [f"--{name}"])
+    assert found == set(RUN_VALUES)

@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from stopdown.comparison.records import Cell, Thresholds
-from stopdown.comparison.verdicts import choose_reference, is_sound, judge_cell, rank_precisions
+from stopdown.comparison.records import Cell, Thresholds, Variant
+from stopdown.comparison.verdicts import (
+    choose_reference,
+    is_sound,
+    judge_cell,
+    judge_variant,
+    rank_precisions,
+)
 from stopdown.records import Finding
 
 
@@ -55,3 +61,12 @@ def test_a_cell_is_judged_by_its_worst(facts: dict[str, Any], verdict: str) -> N
     assert found.verdict == verdict
     assert found.reasons
     assert judge_cell(reference, reference, Thresholds()).verdict == "reference"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [("", "Nothing was run."), ("It failed.", "It failed.")]
+)
+def test_a_precision_without_a_run_has_failed_for_a_reason(error: str, reason: str) -> None:
+    """Of no prompt at all there is no error either."""
+    found = judge_variant(Variant("fp16", "everything in fp16", error=error), [])
+    assert (found.verdict, found.reasons) == ("failed", (reason,))

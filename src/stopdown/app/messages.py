@@ -21,6 +21,23 @@ def find_command(words: list[str]) -> str:
     return next((word for word in words if not word.startswith("-")), "")
 
 
+RUN_VALUES = ("-m", "--module", "--device", "--precision", "--plan", "--components")
+"""Options of `stopdown run` that are followed by a value."""
+
+
+def list_own_words(words: list[str]) -> list[str]:
+    """Return the words of a command line without the script that `stopdown run` runs, and its arguments."""
+    if find_command(words) != "run":
+        return words
+    own: list[str] = []
+    for word in words:
+        is_value = own[-1:] and own[-1] in RUN_VALUES
+        if not is_value and not word.startswith("-") and "run" in own:
+            break
+        own.append(word)
+    return own
+
+
 def report_failure(error: BaseException, words: list[str], stopped_by: int = 0) -> int:
     """Print the reason that a command failed and return the exit code; a user's mistake has no traceback.
 
@@ -38,18 +55,19 @@ def report_failure(error: BaseException, words: list[str], stopped_by: int = 0) 
         return 128 + stopped_by
     if not isinstance(error, StopdownError):
         raise error
-    if {"-v", "--verbose"} & set(words):
+    own = list_own_words(words)
+    if {"-v", "--verbose"} & set(own):
         traceback.print_exception(error)
     from stopdown.app.streams import StdoutError
 
-    wants_json = "--json" in words and not isinstance(error, StdoutError)
+    wants_json = "--json" in own and not isinstance(error, StdoutError)
     _report(type(error).__name__, error.parts, wants_json)
     return error.exit_code
 
 
 def report_interrupt(words: list[str], name: str) -> None:
     kind, cause = ("KeyboardInterrupt", "Ctrl-C") if name == "SIGINT" else (name, name)
-    _report(kind, describe_interrupt(words, cause), "--json" in words)
+    _report(kind, describe_interrupt(words, cause), "--json" in list_own_words(words))
 
 
 def describe_interrupt(words: list[str], cause: str = "Ctrl-C") -> list[str]:

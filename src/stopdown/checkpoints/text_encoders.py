@@ -281,7 +281,8 @@ def _express(
             problems.append(describe_unscaled(error))
             continue
         if found.effect > EFFECT_LIMIT and not allow_eps:
-            problems.append(describe_effect(found).replace("no", "No", 1))
+            why = describe_effect(found)
+            problems.append(f"{why[0].upper()}{why[1:]}")
             continue
         return found, entry, list(_list_reasons(found, entry, is_unread, states))
     raise OptionError(

@@ -116,7 +116,9 @@ def judge_variant(variant: Variant, rows: Sequence[Row]) -> Variant:
     """Judge a precision over all prompts; return it with its verdict, time ratios and peak memory."""
     cells = pick_cells(rows, variant.name)
     if variant.error or not cells:
-        return dataclasses.replace(variant, verdict="failed", reasons=(variant.error,))
+        return dataclasses.replace(
+            variant, verdict="failed", reasons=(variant.error or "Nothing was run.",)
+        )
     verdict = min((cell.verdict for cell in cells), key=WORST_FIRST.index)
     strategy = f"To stay within the memory limit it ran as {variant.strategy}."
     return dataclasses.replace(

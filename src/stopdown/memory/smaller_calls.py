@@ -91,22 +91,20 @@ def _put_pieces(module: torch.nn.Module, pieces: int, patches: Patches) -> None:
             )
 
 
-def _work_in_pieces(pieces: int, call: ComponentCall) -> torch.Tensor:
+def _work_in_pieces(pieces: int, call: ComponentCall) -> Any:
     """Run a feed-forward layer on pieces of the sequence (dimension 1 of `[B, L, C]`), one at a time."""
-    given, rest = call.args[0], call.args[1:]
+    given = call.args[0] if call.args else None  # by name, it is worked on as a whole
     if not isinstance(given, torch.Tensor) or given.dim() != 3 or given.shape[1] < pieces:
-        whole: torch.Tensor = call.proceed()
-        return whole
-    first: torch.Tensor | None = None
+        return call.proceed()
+    made: torch.Tensor | None = None
     done = 0
     for piece in given.chunk(pieces, dim=1):
-        output = replace(call, args=(piece, *rest)).proceed()
-        if first is None:
-            first = output.new_empty(given.shape[0], given.shape[1], *output.shape[2:])
-        first[:, done : done + output.shape[1]] = output
+        output = replace(call, args=(piece, *call.args[1:])).proceed()
+        if made is None:
+            made = output.new_empty(*given.shape[:2], *output.shape[2:])
+        made[:, done : done + output.shape[1]] = output
         done += output.shape[1]
-    assert first is not None
-    return first
+    return made
 
 
 def _split_attention(call: ComponentCall) -> Any:

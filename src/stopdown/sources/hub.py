@@ -131,7 +131,8 @@ def count_missing_bytes(
 def _count_missing(files: Mapping[str, Any], names: Iterable[str], snapshot: Path) -> int:
     """Count the bytes of these files that are missing from the cache.
 
-    Files that were cached for another commit, and partial downloads, are not counted as missing.
+    Files that were cached for another commit aren't missing, and of a partial download that can be
+    continued, only the rest is.
     """
     blobs = snapshot.parent.parent / "blobs"
     missing = 0
@@ -141,9 +142,9 @@ def _count_missing(files: Mapping[str, Any], names: Iterable[str], snapshot: Pat
             continue
         blob = file.lfs.sha256 if file.lfs is not None else file.blob_id
         if not (blobs / blob).exists():
-            missing += file.size
-    begun = sum(path.stat().st_size for path in blobs.glob("*.incomplete"))
-    return max(missing - begun, 0)
+            begun = blobs / f"{blob}.incomplete"  # newer clients use other names, and begin again
+            missing += max(file.size - (begun.stat().st_size if begun.exists() else 0), 0)
+    return missing
 
 
 def download_component(repo: str, folder: str = "", *, revision: str | None = None) -> Path:
