@@ -328,7 +328,7 @@ def relative_l2(value: torch.Tensor, reference: torch.Tensor) -> float:
         0.1
     """
     difference = value.double() - reference.double()
-    return float(difference.norm() / reference.double().norm())
+    return float((difference.norm() / reference.double().norm()).detach())
 
 
 def measure_error(output: Any, reference: Any) -> float:

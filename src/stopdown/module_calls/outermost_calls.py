@@ -26,8 +26,14 @@ from torch.optim import Optimizer
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import CALLS_REPLACED, is_traced
 
-Listener = Callable[[torch.nn.Module, str], AbstractContextManager[object]]
-"""A function from a module and the name of its called method to a context manager around the call."""
+Ending = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""A function from a call's output and its arguments to what the caller receives."""
+
+Listener = Callable[[torch.nn.Module, str], AbstractContextManager[Ending | None]]
+"""A function from a module and the name of its called method to a context manager around the call.
+
+What the context manager yields, if anything, is called once all listeners' contexts are left.
+"""
 
 
 class _Thread(threading.local):
@@ -103,8 +109,11 @@ def _put_on() -> None:
             return original(self, *args, **kwargs)
         if _hands_on(self, args, kwargs):
             return original(self, *args, **kwargs)
-        with _met(self, "forward"):
-            return original(self, *args, **kwargs)
+        with _met(self, "forward") as endings:
+            output = original(self, *args, **kwargs)
+        for end in endings:
+            output = end(output, args, kwargs)
+        return output
 
     _call_on = call
     _patches.set_class_attribute(torch.nn.Module, "__call__", call)
@@ -120,16 +129,15 @@ def _hands_on(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 @contextlib.contextmanager
-def _met(module: torch.nn.Module, method: str) -> Iterator[None]:
-    """Run an outermost call inside the contexts of all listeners."""
+def _met(module: torch.nn.Module, method: str) -> Iterator[list[Ending]]:
+    """Run an outermost call inside the contexts of all listeners, and yield what they end it with."""
     with entered(module, method), contextlib.ExitStack() as stack:
         wanted = _listeners
         if not is_plain():
             wanted = tuple(x for x in wanted if x[1]) if is_transformed() else ()
-        for listener in [entry() for entry, _ in wanted]:
-            if listener is not None:
-                stack.enter_context(listener(module, method))
-        yield
+        found = [entry() for entry, _ in wanted]
+        ends = [stack.enter_context(x(module, method)) for x in found if x is not None]
+        yield [end for end in ends if end is not None]
 
 
 def intercept_methods(methods: tuple[str, ...], patches: Patches) -> None:
@@ -167,8 +175,11 @@ def _wrap_method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         is_own = getattr(type(self), name, None) is call  # and not that of a parent, called by hand
         if is_traced() or _thread.outermost is not None or not is_own:
             return original(self, *args, **kwargs)
-        with _met(self, name):
-            return getattr(self, name)(*args, **kwargs)  # with what the listeners put around it
+        with _met(self, name) as endings:
+            output = getattr(self, name)(*args, **kwargs)  # with what the listeners put around it
+        for end in endings:
+            output = end(output, args, kwargs)
+        return output
 
     setattr(call, _MARK, True)
     return call

@@ -251,6 +251,11 @@ class Guard(SameInCopies):
         return self in LEFT_ON
 
     @property
+    def is_repairing(self) -> bool:
+        """Whether repairs are applied to a component now, besides a plan."""
+        return any(state.is_repaired for state in self.session.components.values())
+
+    @property
     def repairs(self) -> tuple[Repair, ...]:
         """One repair for each fault, in order."""
         return self.session.log.repairs

@@ -32,9 +32,11 @@ from stopdown.errors import PlanError, take_first_line
 from stopdown.frames.frame_faults import find_frame_findings
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.patches import Patches
+from stopdown.interception.randomness import save_random
 from stopdown.module_calls.call_interception import find_module
 from stopdown.module_calls.callee import GENERAL_KEEPS, Callee
 from stopdown.module_calls.outermost_calls import (
+    Ending,
     hides_overflow,
     intercept_methods,
     is_in_training,
@@ -45,6 +47,7 @@ from stopdown.module_calls.outermost_calls import (
 from stopdown.number_formats import name_dtype
 from stopdown.records import CallSummary, Finding, GuardRecord, Plan
 from stopdown.runtime.guard import Guard, GuardOptions
+from stopdown.runtime.later_gradients import graft_gradients
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repairs import RepairCache
 from stopdown.runtime.run_check import collect_videos
@@ -129,6 +132,11 @@ class ModuleCalls:
         )
 
 
+def _save_random(module: torch.nn.Module) -> Callable[[], None]:
+    weight = next(module.parameters(), None)
+    return save_random(torch.device("cpu") if weight is None else weight.device, {})
+
+
 def _explain_leaving(module: torch.nn.Module) -> str:
     """Return why a script's call of a module runs without a guard; "" if it is guarded."""
     if isinstance(module, torch.jit.ScriptModule):
@@ -196,28 +204,36 @@ class ScriptGuard:
         return output
 
     @contextlib.contextmanager
-    def _meet_module(self, module: torch.nn.Module, method: str) -> Iterator[None]:
+    def _meet_module(self, module: torch.nn.Module, method: str) -> Iterator[Ending | None]:
         """Guard an outermost module call outside of pipelines, while no other thread calls the module."""
         if is_transformed():
             if hides_overflow(module):
                 name = self.modules.name_callee(module, method).name
                 self.modules.left[name, "inside of torch.func (vmap, grad) in fp16"] += 1
-            yield
+            yield None
             return
         is_left = bool(_explain_leaving(module))
         with contextlib.nullcontext() if is_left else find_lock(module).owned():
             yield from self._guard_call(module, method)
 
-    def _guard_call(self, module: torch.nn.Module, method: str) -> Iterator[None]:
+    def _guard_call(self, module: torch.nn.Module, method: str) -> Iterator[Ending | None]:
         """Put a guard on a module for one call, and record the call's statistics."""
         callee = self.modules.name_callee(module, method)
         guarding = self._guard_module(callee)
         if guarding is None:
-            yield
+            yield None
             return
+        is_repaired, restore = [False], _save_random(module)
+
+        def end(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not (is_repaired[0] and torch.is_grad_enabled()):
+                return output
+            return graft_gradients(module, method, (args, kwargs), output, restore)
+
         try:
             with self._failing(guarding), self._casting((callee,)), guarding:
-                yield
+                yield end
+                is_repaired[0] = guarding.is_repairing
         except Exception as error:
             self.modules.note_failure(callee.name, error)
             raise
