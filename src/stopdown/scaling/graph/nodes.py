@@ -178,7 +178,7 @@ _MOVING = (
 def read_magnitude(node: Node, number: float) -> float:
     """Return the magnitude of a number among an operation's arguments; 0 if it is the fill value of a mask.
 
-    A fill value near the end of fp16's range is written into a tensor, or multiplies a mask, as in
+    A fill value near the limit of fp16's range is written into a tensor, or multiplies a mask, as in
     `(1 - mask) * torch.finfo(dtype).min`. A number that multiplies any other tensor isn't a fill value.
     """
     size = abs(float(number))
