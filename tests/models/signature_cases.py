@@ -399,16 +399,24 @@ def run_table(name: str) -> dict[str, Any] | None:
                 found = compare(case, module, given, (option,), torch.float16, with_bf16=True)
                 _note(rows, option or "as measured", mode, found)
             for name, change in case.changes.items():
-                plain = copy.deepcopy(case.module)
-                given = {**case.first, **change(plain, case.first)}
-                change(module, case.first)
-                found = compare(
-                    Case(plain, case.first), module, given, (name,), torch.float16, with_bf16=True
-                )
-                _note(rows, name, mode, found)
+                _note(rows, name, mode, _compare_changed(case, module, name, change))
         if said:
             rows.setdefault("said", {})[mode] = sorted({take_first_line(x)[:160] for x in said})
     return rows
+
+
+def _compare_changed(
+    case: Case, module: nn.Module, name: str, change: Callable[[nn.Module, Arguments], Arguments]
+) -> Outcome:
+    """The call after a change to the model, beside a plain model with the same change."""
+    plain = copy.deepcopy(case.module)
+    given = {**case.first, **change(plain, case.first)}
+    try:
+        change(module, case.first)
+    except StopdownError as refusal:
+        return Outcome(None, 0.0, (name,), take_first_line(refusal))
+    changed = Case(plain, case.first)
+    return compare(changed, module, given, (name,), torch.float16, with_bf16=True)
 
 
 def _note(rows: dict[str, Any], name: str, mode: str, found: Outcome) -> None:

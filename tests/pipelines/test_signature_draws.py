@@ -6,7 +6,10 @@ import pytest
 
 from models.signature_cases import MODELS, fuzz, make_case, run_table
 
-pytestmark = pytest.mark.thorough
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.filterwarnings("ignore:In CPU autocast"),  # Mochi's own autocast in fp32
+]
 
 QUICK = ("T5 gated",)
 
