@@ -1,0 +1,1 @@
+"""The successor of `shapes`: shaded solids in a landscape, drawn, learnt, checked."""
