@@ -31,8 +31,8 @@ from stopdown.numerics import relative_l2  # noqa: E402
 from stopdown.scaling.graph.capture import Capture, capture_call, flatten_call  # noqa: E402
 from stopdown.scaling.graph.nodes import operation  # noqa: E402
 from stopdown.scaling.graph.range_measurement import _Runner  # noqa: E402
+from stopdown.scaling.trials.call_search import plan_stream  # noqa: E402
 from stopdown.scaling.trials.measurement import Captures  # noqa: E402
-from stopdown.scaling.trials.search import plan_stream  # noqa: E402
 
 DEPTHS = (2, 12, 42)
 SEEDS = (0, 1, 2)

@@ -44,9 +44,10 @@ from stopdown.records import ResidualStream, Scaling  # noqa: E402
 from stopdown.scaling.exponents.problem import MeasuredCall, find_kept_clamps  # noqa: E402
 from stopdown.scaling.folding.folds import cast_, fold_scaling, read_headroom  # noqa: E402
 from stopdown.scaling.graph.range_measurement import run_capture  # noqa: E402
+from stopdown.scaling.trials.call_search import plan_stream, scale_calls  # noqa: E402
 from stopdown.scaling.trials.measurement import Captures, measure_again  # noqa: E402
 from stopdown.scaling.trials.residual import measure_wide_flops  # noqa: E402
-from stopdown.scaling.trials.search import find_scaling, plan_stream, scale_calls  # noqa: E402
+from stopdown.scaling.trials.search import find_scaling  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 OVERFLOWS_AT = 1e5

@@ -17,7 +17,7 @@ from stopdown.plans.near_weights import bring_near
 from stopdown.scaling import certificate
 from stopdown.scaling.bounds.known_values import Bounds
 from stopdown.scaling.certificate import BoundedCalls
-from stopdown.scaling.trials import search
+from stopdown.scaling.trials import bounded_search
 from stopdown.scaling.trials.traced_calls import TracedCalls
 
 
@@ -74,7 +74,7 @@ def certify(module: torch.nn.Module, call: ComponentCall, load: Any) -> tuple[An
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "bound_kinds", keep)
+        patch.setattr(bounded_search, "bound_kinds", keep)
         traced = TracedCalls(module, [call])
         return traced.certify("fp32", load), found
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from models.rescaling_models import WAYS, make_example, measure_call, run_calls, scale_weights
-from stopdown import cast_, rescale_
-from stopdown.errors import OptionError, ScalingError
+from models.rescaling_models import WAYS, make_example, measure_call, scale_weights
+from stopdown import rescale_
+from stopdown.errors import OptionError
 from stopdown.fold_names import name_parameters
 from stopdown.mapped_weights import StoredWeight, wait_
 from stopdown.number_formats import FP16
-from stopdown.numerics import relative_l2
-from stopdown.records import Scaling
 from stopdown.scaling.bounds import propagation
 from stopdown.scaling.bounds.propagation import (
     LEAST_STORED,
@@ -35,22 +31,11 @@ from stopdown.scaling.certificate import (
     mix_ranges,
     state_bounds,
 )
-from stopdown.scaling.exponents.problem import Limit, MeasuredCall, Problem
+from stopdown.scaling.exponents.problem import Limit, Problem
 from stopdown.scaling.graph.capture import capture_call
 from stopdown.scaling.graph.nodes import is_kind
 from stopdown.scaling.graph.range_measurement import Range
-from stopdown.scaling.trials import search
-from stopdown.scaling.trials.search import (
-    VANISHING_BITS,
-    Candidate,
-    find_scaling,
-    find_visible,
-    is_free,
-    is_visible,
-    scale_by_bounds,
-    scale_unmeasured,
-    take_first,
-)
+from stopdown.scaling.trials import bounded_search
 
 
 def test_a_model_that_overflows_is_certified() -> None:
@@ -165,72 +150,6 @@ def test_a_value_without_bound_is_named_before_a_sigmoid() -> None:
     assert measured.values < bounded.values
 
 
-def test_auto_takes_bounds_that_cost_nothing() -> None:
-    """`auto` certifies at least what costs nothing, and needs no more in fp32 than measuring does."""
-    module, calls = make_example("T5")
-    measured = rescale_(module, calls=calls)
-    measured.undo()
-    rescaling = rescale_(module, calls=calls, ranges="auto")
-    assert len(rescaling.fp32_modules) <= len(measured.fp32_modules)
-    assert len(rescaling.scaling.uncertain) < rescaling.scaling.values
-    rescaling.undo()
-
-
-def choose_among(
-    folds: list[int], *, free: bool, module: nn.Module | None = None, given: Any = None
-) -> tuple[int, bool]:
-    """Which fold of a weight is taken of those that bounds ask for; 0 is what was measured."""
-    if module is None:
-        module, given = nn.Linear(4, 4), torch.randn(2, 4)
-        module.weight.data.fill_(2.0**-4)
-    name = next(name for name, _ in module.named_parameters())
-    measured = measure_call(module, (given,))
-    plain = find_scaling(module, [measured])
-    bias = {"bias": 0} if name == "weight" else {}
-    found = [replace(plain, exponents={name: fold} | dict.fromkeys(bias, fold)) for fold in folds]
-    best = replace(plain, exponents={})
-    judge = partial(is_free if free else is_visible, best=best, calls=[measured])
-    strategies = [Candidate(partial(replace, x), judge) for x in found]
-    scaling = take_first([Candidate(lambda: best, lambda found: False), *strategies])
-    return scaling.exponents.get(name, 0), scaling is not best
-
-
-def test_auto_passes_over_bounds_that_cost_bits() -> None:
-    """`auto` takes the first fold that costs a weight no bits, `bound` the first that costs few."""
-    assert choose_among([-12, -9, -8, -6], free=True) == (-8, True)
-    assert choose_among([-12, -10, -8, -6], free=False) == (-8, True)
-    assert choose_among([-12, -10], free=True) == choose_among([-12, -10], free=False) == (0, False)
-
-
-@pytest.mark.thorough
-def test_auto_keeps_the_bits_of_a_table() -> None:
-    """All that a text encoder computes rests on its embeddings: they are not one weight of a hundred."""
-    module = nn.Sequential(nn.Embedding(8, 4), *(nn.Linear(4, 4) for _ in range(100)))
-    module[0].weight.data.fill_(2.0**-4)
-    chosen = partial(choose_among, module=module, given=torch.arange(8))
-    assert chosen([-12, -10, -9, -6], free=True) == (-9, True)
-    assert chosen([-12, -10, -9, -6], free=False) == (-12, True)
-
-
-def test_bounds_that_fit_measured_exponents_certify(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where bounds would cost something, exponents are the measured ones; bounds that fit them count."""
-    monkeypatch.setattr(search, "is_free", lambda *_, **__: False)
-    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    nn.init.constant_(module[0].weight, 5000.0)  # for inputs up to 64 up to 2.6e6
-    nn.init.constant_(module[1].weight, 2.0**-10)
-    given = torch.full((2, 8), 0.01)
-    measured = rescale_(module, (given,))
-    measured.undo()
-    found = rescale_(module, (given,), ranges="auto").scaling
-    assert found.exponents == measured.scaling.exponents == {"0.weight": -1, "1.weight": 1}
-    assert found.uncertain == ("Sequential:0 (linear)",)
-    assert found.bounded == found.values - 1 > 0
-    assert found.measured_bits == pytest.approx(math.log2(65504 / 200), abs=0.01)
-    assert found.range_note.endswith(
-        "; the rest were measured and have at least 8.3 bits of headroom."
-    )
-
-
 def test_a_bound_counts_with_the_exponent_that_is_chosen() -> None:
     """A measured value is certified if its bound, times its power of two, is within fp16: exactly."""
     seen = Range(1.0, 0.5, 0.1)
@@ -270,27 +189,6 @@ def test_what_is_beyond_its_bound_has_none() -> None:
     assert stated == seen
     (stated,) = state_bounds({"x": (seen,)}, {"x": (replace(low, amax=8.0),)})["x"]
     assert (stated.amax, stated.largest, stated.certain) == (4.0, 8.0, False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [("CogVideoX rotary", "residual"), ("SD UNet", "residual"), ("SD UNet", "attention values"),
-     ("Wan", "residual"), ("T5", "gated product")],
-)  # fmt: skip
-def test_auto_is_no_worse_than_measured(name: str, way: str) -> None:
-    """The error in fp16 with the bounds that `auto` takes is that of measured ranges, or noise more."""
-    module, calls = make_example(name)
-    scale_weights(module, WAYS[way], 9)
-    reference = run_calls(calls, torch.float32)
-    errors = {}
-    for ranges in ("measured", "auto"):
-        rescaling = rescale_(module, calls=calls, ranges=ranges)
-        cast_(module, torch.float16, rescaling)
-        pairs = zip(run_calls(calls, torch.float16), reference, strict=True)
-        errors[ranges] = max(relative_l2(x.float(), y) for x, y in pairs)
-        rescaling.undo()
-    assert errors["auto"] < 1.15 * errors["measured"]
 
 
 def test_unknown_ranges_are_refused() -> None:
@@ -409,7 +307,7 @@ def test_sizes_that_depend_on_values_have_bounds(monkeypatch: pytest.MonkeyPatch
         found.append(bound_kinds(*given, **named))  # type: ignore[arg-type]
         return found[-1]
 
-    monkeypatch.setattr(search, "bound_kinds", keep)
+    monkeypatch.setattr(bounded_search, "bound_kinds", keep)
     scaling = rescale_(module, args, ranges="bound").scaling
     assert (scaling.bounded, scaling.uncertain) == (scaling.values, ())
     (kind,), (bounds,) = found[0].kinds, found[0].bounds
@@ -458,48 +356,6 @@ def test_shares_are_rounded_down() -> None:
     assert describe_share(10000, 9999).startswith("99.9 % of 10000")
     assert describe_share(3, 3) == "100 % of 3 fp16 values certified."
     assert describe_share(0, 0) == "No value is in fp16."
-
-
-@pytest.mark.slow
-def test_bounds_that_would_round_weights_away_are_not_taken() -> None:
-    """Group norms have loose bounds; no parameter of a UNet vanishes in fp16 for their sake."""
-    module, calls = make_example("SD UNet")
-    scale_weights(module, WAYS["residual"], 9)
-    rescaling = rescale_(module, calls=calls, ranges="bound")
-    sizes = {name: x.abs().max() for name, x in module.named_parameters()}
-    assert all(size == 0 or size > 2.0**VANISHING_BITS for size in sizes.values())
-    rescaling.undo()
-
-
-def find_vanishing(
-    module: nn.Module, calls: list[MeasuredCall], *, postpones: bool = False
-) -> Scaling:
-    """No folds from measured ranges; a fold that leaves nothing of a weight from bounds."""
-    bounded = any(part.certain for call in calls for x in call.ranges.values() for part in x)
-    return Scaling(exponents={"weight": -40} if bounded else {})
-
-
-def test_exponents_from_bounds_are_looked_at() -> None:
-    """With and without measurements, folds that would round a weight away are not given back."""
-    module, args = nn.Linear(4, 4), (torch.randn(2, 4),)
-    measured = measure_call(module, args)
-    kinds = [replace(measured, args=args)]
-    for ranges in ("bound", "auto"):
-        scaling = scale_by_bounds(module, kinds, ranges, find_vanishing)
-        assert not scaling.exponents
-        assert (scaling.values, scaling.range_note) == (0, "No value is in fp16.")
-    load = dict(module.named_parameters()).__getitem__
-    with pytest.raises(ScalingError, match="weight would vanish in fp16"):
-        scale_unmeasured(module, [(measured.capture, args, {})], load, find_vanishing)
-
-
-def test_a_parameter_that_vanishes_is_named() -> None:
-    """The refusal names the parameter, how large it is, and the exponent."""
-    module = nn.Linear(4, 4)
-    measured = measure_call(module, (torch.randn(2, 4),))
-    found = replace(find_scaling(module, [measured]), exponents={"weight": -40})
-    with pytest.raises(ScalingError, match=r"weight would vanish in fp16: .* times 2\*\*-40"):
-        find_visible(lambda *_: found, module, [measured])
 
 
 @pytest.mark.thorough
@@ -552,12 +408,3 @@ def is_same(one: Bound | None, other: Bound | None) -> bool:
     if one is None or other is None:
         return one is other
     return torch.equal(one.peak, other.peak) and torch.equal(one.norm, other.norm)
-
-
-def test_activations_that_vanish_are_named() -> None:
-    """Exponents that leave nothing of a layer's values are refused, with the layer and the exponent."""
-    module = nn.Sequential(nn.Linear(4, 4))
-    measured = measure_call(module, (torch.randn(2, 4),))
-    found = replace(find_scaling(module, [measured]), layers={"0": (-3, -40)})
-    with pytest.raises(ScalingError, match=r"values of 0 would vanish in fp16: .* times 2\*\*-40"):
-        find_visible(lambda *_: found, module, [measured])

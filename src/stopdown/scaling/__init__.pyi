@@ -20,9 +20,9 @@ from stopdown.scaling.folding.folds import read_headroom as read_headroom
 from stopdown.scaling.graph.capture import Capture as Capture
 from stopdown.scaling.graph.capture import capture_call as capture_call
 from stopdown.scaling.rescale import rescale_ as rescale_
+from stopdown.scaling.trials.call_search import scale_calls as scale_calls
 from stopdown.scaling.trials.folds_alone import FoldsAlone as FoldsAlone
 from stopdown.scaling.trials.observed_calls import ObservedCalls as ObservedCalls
-from stopdown.scaling.trials.search import scale_calls as scale_calls
 from stopdown.scaling.trials.traced_calls import TracedCalls as TracedCalls
 from stopdown.scaling.watch.call_watch import CallWatch as CallWatch
 from stopdown.scaling.watch.call_watch import Refusal as Refusal

@@ -25,7 +25,7 @@ from stopdown.scaling.folding.folds import (
     list_rounded,
     require_module,
 )
-from stopdown.scaling.trials.search import scale_calls
+from stopdown.scaling.trials.call_search import scale_calls
 from stopdown.scaling.watch.call_watch import CallWatch, WatchOptions
 from stopdown.scaling_records import Scaling
 from stopdown.weight_checks import check_weights, refuse_quantised

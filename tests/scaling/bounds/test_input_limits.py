@@ -20,7 +20,7 @@ from stopdown.plans.plan_files import read_class_versions
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling.bounds.input_limits import EMBEDDINGS, LATENTS, list_timesteps
-from stopdown.scaling.trials import search
+from stopdown.scaling.trials import bounded_search
 
 
 def test_an_input_beyond_its_limit_is_found() -> None:
@@ -143,7 +143,7 @@ def test_a_call_beyond_the_certified_length_is_watched() -> None:
 
 def test_a_fault_where_no_bound_fits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a mixed plan it is said which value rests on measurement."""
-    monkeypatch.setattr(search, "is_free", lambda *_, **__: False)
+    monkeypatch.setattr(bounded_search, "is_free", lambda *_, **__: False)
     module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     module.eval().requires_grad_(False)
     nn.init.constant_(module[0].weight, 5000.0)  # for inputs up to 64 up to 2.6e6

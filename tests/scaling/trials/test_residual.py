@@ -23,11 +23,11 @@ from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.graph.capture import capture_call
 from stopdown.scaling.rescale import rescale_
-from stopdown.scaling.trials import measurement, residual, search
+from stopdown.scaling.trials import call_search, measurement, residual
+from stopdown.scaling.trials.call_search import plan_stream
 from stopdown.scaling.trials.measurement import Captures
 from stopdown.scaling.trials.observed_calls import ObservedCalls
 from stopdown.scaling.trials.residual import demand_agreement, find_stream, open_fp32_modules
-from stopdown.scaling.trials.search import plan_stream
 
 CASES = ["CogVideoX rotary", "T5", "SD UNet", "Flux"]
 
@@ -88,7 +88,7 @@ def test_a_call_is_captured_once_as_it_is_and_once_with_its_stream(
     rescale_(module, calls=calls, residual="fp32").undo()
     assert sorted(made) == [False] * len(calls) + [True] * len(calls)
     captures = measurement.Captures()
-    stream = search.plan_stream(module, calls, captures)
+    stream = plan_stream(module, calls, captures)
     first = captures.take(calls[0], stream)
     assert captures.take(calls[0], stream) is first
     assert captures.take(calls[0], replace(stream, kept=())) is not first
@@ -210,23 +210,6 @@ def test_products_of_matrices_stay_in_fp16() -> None:
     assert norm.weight.dtype == torch.float32
 
 
-@pytest.mark.thorough
-def test_an_embedding_that_cannot_be_fp32_is_left_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream is fp32 all the same."""
-    module, calls = make_example("CogVideoX rotary")
-    demand = search.demand_agreement
-
-    def refuse(plain: Any, streamed: Any) -> None:
-        first = next(n for n in streamed.graph.graph.nodes if n.name.startswith("linear"))
-        if first.meta["val"].dtype == torch.float32:
-            raise ScalingError("The first linear is fp32.")
-        demand(plain, streamed)
-
-    monkeypatch.setattr(search, "demand_agreement", refuse)
-    stream = search.plan_stream(module, calls, measurement.Captures())
-    assert "time_embedding.linear_1" in stream.cast_input_down
-
-
 FP32_MODULES = {"transformer_blocks.0.attn1.to_q": False, "transformer_blocks.0.attn1": True}
 """Modules of a CogVideoX transformer that may stay in fp32, to whether they write the stream."""
 
@@ -286,7 +269,7 @@ def test_products_inside_an_fp32_module_are_done_in_fp16(
     cast.undo()
     rescaling.undo()
     assert compare_snapshot(before, module) == []
-    monkeypatch.setattr(search, "open_fp32_modules", lambda *given: None)
+    monkeypatch.setattr(call_search, "open_fp32_modules", lambda *given: None)
     assert rescale_(module, calls=calls).fp32_modules == stream.cast_output_down
 
 

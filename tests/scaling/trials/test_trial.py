@@ -17,7 +17,6 @@ from stopdown.scaling.folding import folds
 from stopdown.scaling.graph.capture import capture_call
 from stopdown.scaling.rescale import rescale_
 from stopdown.scaling.trials import trial
-from stopdown.scaling.trials.search import scale_calls
 from stopdown.scaling.trials.trial import WideProducts
 
 Change = Callable[[torch.Tensor], Any]
@@ -38,16 +37,6 @@ class Changing(nn.Module):
 
     def is_low(self, x: torch.Tensor) -> bool:
         return self.out.weight.dtype == torch.float16
-
-
-class ChangingByInput(Changing):
-    """The same where its input is fp16: with casts to fp32 before it, it runs."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        given = x
-        x = self.out(self.norm(self.embed(x)))
-        is_low = type(x) is torch.Tensor and given.dtype == torch.float16
-        return self.change(x) if is_low else x
 
 
 def make(kind: type[Changing] = Changing, *given: Change) -> tuple[Changing, torch.Tensor]:
@@ -81,77 +70,6 @@ def test_what_does_not_run_in_fp16_is_not_solved(name: str) -> None:
         rescale_(module, (x,))
     assert compare_snapshot(before, module) == []
     assert rescale_(module, (x,), verify=False).exponents  # it is the trial that refused
-
-
-@pytest.mark.parametrize("residual", ["native", "fp32"])
-def test_the_next_strategy_is_taken_and_said(residual: str) -> None:
-    """Where exponents do not run, what hooks show that fp16 can hold does; the result says why."""
-    module, x = make(ChangingByInput, fail)
-    reference = module(x)
-    rescaling = rescale_(module, (x,), residual=residual)
-    assert rescaling.exponents == {}
-    assert "In fp16 with casts it raises RuntimeError" in rescaling.scaling.note
-    assert "So there are no exponents" in rescaling.scaling.note
-    assert rescaling.trial is not None
-    assert rescaling.trial.calls == 1
-    assert torch.equal(module(x), reference)
-
-
-class Growing(nn.Module):
-    """A stream that its first values are 2**30 times smaller in than its last: one exponent does not do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norms = nn.Linear(4, 16), nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
-        self.write, self.out = nn.Linear(16, 16), nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.embed(x)
-        h = h + self.write(self.norms[0](h))
-        return self.out(self.norms[1](h))  # type: ignore[no-any-return]
-
-
-def test_an_fp32_stream_is_taken_where_one_exponent_is_worse_than_bf16() -> None:
-    """Exact and finite is not enough: what loses more than bf16 does is tried with an fp32 stream."""
-    torch.manual_seed(0)
-    module, x = Growing().eval().requires_grad_(False), torch.randn(3, 4)
-    module.write.weight.mul_(2.0**36)
-    reference = module(x)
-    rescaling = rescale_(module, (x,))
-    found = rescaling.trial
-    assert found is not None
-    assert found.rel_err < found.bf16_rel_err
-    assert rescaling.residual == "fp32"
-    assert rescaling.scaling.note.startswith(
-        "The residual stream is kept in fp32: In fp16 with casts"
-    )
-    assert torch.equal(module(x), reference)
-
-
-class Added(nn.Module):
-    """Adds its input, which nothing scales, to what fp16 does not hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.write = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.write(self.norm(self.first(x)))  # type: ignore[no-any-return]
-
-
-def test_an_output_that_nothing_scales_is_returned_in_fp32() -> None:
-    """No exponents exist; what fp16 holds runs in it, and the output stays fp32."""
-    torch.manual_seed(0)
-    module, x = Added().eval().requires_grad_(False), torch.randn(3, 4)
-    module.write.weight.mul_(2.0**18)
-    reference = module(x)
-    assert reference.abs().max() > 65504
-    rescaling = rescale_(module, (x,), cast=True)
-    low = module(x.half())
-    assert low.dtype == torch.float32
-    assert float((low - reference).norm() / reference.norm()) < 1e-3
-    assert rescaling.scaling.note.startswith("No exponents keep every value in range")
-    assert "1 of 2 matrices run in fp16" in rescaling.scaling.note
 
 
 class Squashed(nn.Module):
@@ -281,20 +199,6 @@ def test_a_plan_falls_back_and_says_why() -> None:
     assert good.precision == "fp16"
     assert good.in_force.trial is not None
     assert any(x.startswith("Run once in fp16 (1 call): ") for x in good.reasons)
-
-
-def test_exactness_is_demanded_before_anything_is_cast() -> None:
-    """A module whose fp32 output changes by itself is refused, not tried."""
-    calls: list[int] = []
-
-    class Drifting(Changing):
-        def forward(self, x: torch.Tensor) -> Any:
-            calls.append(1)
-            return super().forward(x) + (len(calls) if type(x) is torch.Tensor else 0)
-
-    module, x = make(Drifting, lambda y: y)
-    with pytest.raises(ScalingError, match="not bit for bit what it was"):
-        scale_calls(module, [[(module, (x,), {})]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -16,8 +16,9 @@ from stopdown.scaling.certificate import describe_solution
 from stopdown.scaling.exponents.linear_system import ZERO
 from stopdown.scaling.exponents.problem import MeasuredCall, state_problem
 from stopdown.scaling.exponents.solver import solve_problem
+from stopdown.scaling.trials.bounded_search import scale_by_bounds
 from stopdown.scaling.trials.measurement import Captures, measure_kinds
-from stopdown.scaling.trials.search import RELAXATIONS, list_foldings, scale_by_bounds
+from stopdown.scaling.trials.search import RELAXATIONS, list_foldings
 from stopdown.scaling_records import Scaling
 
 

@@ -13,10 +13,11 @@ from stopdown.interception.autocast import without_autocast
 from stopdown.module_calls.call import ComponentCall, cast_floats
 from stopdown.scaling.exponents.problem import MeasuredCall
 from stopdown.scaling.folding.folds import cast_
+from stopdown.scaling.trials.call_search import plan_stream
 from stopdown.scaling.trials.fallback import scale_by_hooks
 from stopdown.scaling.trials.measurement import Captures, add_call
 from stopdown.scaling.trials.residual import demand_agreement
-from stopdown.scaling.trials.search import find_scaling, plan_stream
+from stopdown.scaling.trials.search import find_scaling
 from stopdown.scaling_records import ResidualStream, Scaling
 
 

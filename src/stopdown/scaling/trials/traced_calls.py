@@ -18,8 +18,10 @@ from stopdown.scaling.bounds.input_limits import HIDDEN_STATES
 from stopdown.scaling.certificate_graphs import export_graphs
 from stopdown.scaling.exponents.problem import Statements
 from stopdown.scaling.graph.capture import Capture, sign_capture
+from stopdown.scaling.trials.bounded_search import scale_unmeasured
+from stopdown.scaling.trials.call_search import plan_stream
 from stopdown.scaling.trials.measurement import Captures
-from stopdown.scaling.trials.search import find_scaling, plan_stream, scale_unmeasured
+from stopdown.scaling.trials.search import find_scaling
 from stopdown.scaling_records import ResidualStream, Scaling
 
 

@@ -1,0 +1,277 @@
+"""Search for exponents that rest on proven bounds, with measured ranges where a bound is too loose.
+
+All bounds are tried first, then fewer and fewer loose ones (`LOOSEST_BITS`). Beside measured ranges, a
+solution is used if it has no more work in fp32 than theirs, and hardly lowers the typical sizes of weights
+(`is_free`, `is_visible`). From the weights alone, the first without fp32 is used, or else that with the
+least.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from stopdown.errors import ScalingError
+from stopdown.mapped_weights import Load
+from stopdown.scaling.bounds.input_limits import EMBEDDINGS
+from stopdown.scaling.bounds.propagation import LEAST_STORED_LOOSE
+from stopdown.scaling.certificate import BoundedCalls, bound_kinds, leave_unmeasured
+from stopdown.scaling.exponents.problem import MeasuredCall
+from stopdown.scaling.exponents.solver import ASKED_BITS, CALIBRATED_BITS
+from stopdown.scaling.folding.folds import read_headroom
+from stopdown.scaling.graph.capture import Capture
+from stopdown.scaling.graph.nodes import arguments, is_kind, strip_casts
+from stopdown.scaling.graph.range_measurement import log2_of
+from stopdown.scaling.trials.search import Candidate, find_scaling, take_first
+from stopdown.scaling_records import Scaling
+
+LOOSEST_BITS = (math.inf, 40.0, 30.0, 24.0, 20.0, 17.0, 14.0, 11.0, 8.0, 5.0, 2.0)
+"""Limits, in bits, on how far a bound may exceed the measured range and still be used; tried in this
+order."""
+
+LOW_WEIGHT_BITS = -12.0
+"""log2 of the typical size below which a weight loses bits in fp16."""
+
+MORE_STRAIN_BITS = 0.05
+"""Bits, in the mean over the weights, by which bounds may lower typical sizes below `LOW_WEIGHT_BITS`.
+A tenth of a bit shows in the output (a CogVideoX 9 % further from fp32, a Wan 25 %), a twentieth
+doesn't."""
+
+MORE_TABLE_BITS = 1.0
+"""Bits by which bounds may lower the typical size of an embedding table below `LOW_WEIGHT_BITS`. All
+later values depend on it: a T5 whose table is stored times 2**-13.7 is 12 % further from fp32 than with
+2**-9.7, with 2**-14.7 77 %, with 2**-15.7 3.3 times as far."""
+
+MOST_STRAIN_BITS = 0.5
+"""As `MORE_STRAIN_BITS`, for bounds that are requested with `ranges="bound"`: beyond it fp16 is worse
+than bf16."""
+
+MORE_MULTIPLIES = 1
+"""Number of further explicit multiplies that bounds may cost; a multiply by a power of two loses no
+bits."""
+
+VANISHING_BITS = -22
+"""log2 of a size that has two significant bits in fp16, or fewer: the largest value of a parameter
+after scaling, or an activation of size 1 as it is computed."""
+
+Find = Callable[[torch.nn.Module, Sequence[MeasuredCall]], Scaling]
+
+
+def scale_by_bounds(
+    module: torch.nn.Module,
+    kinds: Sequence[MeasuredCall],
+    ranges: str,
+    find: Find = find_scaling,
+    find_in_fp16: Find | None = None,
+) -> Scaling:
+    """Find exponents that rest on proven bounds where possible, or only where they cost almost nothing.
+
+    Args:
+        kinds: captured and measured calls.
+        ranges: `bound` (where possible) or `auto` (at almost no cost).
+        find: finds exponents for calls.
+        find_in_fp16: the same without fp32 modules; used if the measured ranges need none, as bounds
+            also hold with hardly any headroom.
+
+    Cost: one or two passes over the weights for each kind, and up to a dozen solutions after each.
+    """
+    accepts = is_free if ranges == "auto" else is_visible
+
+    def search(bounded: BoundedCalls) -> Scaling:
+        stated = bounded.state()
+        best = find_visible(find, module, stated)
+        narrow = find if best.fp32_modules else find_in_fp16 or find
+
+        def does(found: Scaling) -> bool:
+            return found.bounded > best.bounded and accepts(found, best, stated)
+
+        measured = Candidate(lambda: best, lambda found: False)
+        return take_first(itertools.chain([measured], _list_bounds(module, bounded, narrow, does)))
+
+    bounded, found = _give_room(partial(bound_kinds, module, kinds, None), search)
+    return bounded.describe(found)
+
+
+def scale_unmeasured(
+    module: torch.nn.Module,
+    calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
+    load: Load,
+    find: Callable[..., Scaling] = find_scaling,
+    encoded: float = EMBEDDINGS,
+) -> Scaling:
+    """Find exponents from the weights alone: no value was measured, and typical sizes are estimates.
+
+    The result has the least work in fp32 and, among equals, the most bounds.
+
+    Args:
+        module: fake module; only its submodules and their attributes are used.
+        calls: captures, each with the arguments that it was made with.
+        load: returns a parameter or buffer by name.
+        find: finds exponents for calls, as `find_scaling`.
+        encoded: limit of encoder outputs.
+
+    Cost: one or two passes over the weights for each call, and up to a dozen solutions after each.
+    """
+
+    def search(bounded: BoundedCalls) -> Scaling:
+        soon = partial(find, postpones=True)
+        strategies = _list_bounds(module, bounded, soon, lambda x: not x.fp32_modules, find)
+        return take_first(strategies, price=lambda x: (x.fp32_flops, len(x.fp32_modules)))
+
+    kinds = leave_unmeasured(calls)
+    bounded, found = _give_room(partial(bound_kinds, module, kinds, load, encoded=encoded), search)
+    return bounded.describe(found)
+
+
+def _give_room(
+    bind: Callable[..., BoundedCalls], search: Callable[[BoundedCalls], Scaling]
+) -> tuple[BoundedCalls, Scaling]:
+    """Bound values and find exponents; repeat with more allowance for low weights if it certifies more.
+
+    How low a weight is stored is known only with its exponent, which depends on the bounds.
+
+    Args:
+        bind: computes bounds, or with a list of names and earlier bounds, bounds with the loose
+            allowance for these parameters.
+    """
+    bounded = bind()
+    found = search(bounded)
+    low = [
+        name
+        for name, bits, _ in _list_stored(found, bounded.kinds)
+        if name in found.uncertain and bits >= math.log2(LEAST_STORED_LOOSE)
+    ]
+    if not low:
+        return bounded, found
+    try:
+        roomier = bind(low, bounded)
+        other = search(roomier)
+    except ScalingError:
+        return bounded, found
+    is_better = other.bounded > found.bounded and _is_as_narrow(other, found)
+    return (roomier, other) if is_better else (bounded, found)
+
+
+def _list_bounds(
+    module: torch.nn.Module,
+    bounded: BoundedCalls,
+    find: Find,
+    does: Callable[[Scaling], bool],
+    find_late: Find | None = None,
+) -> Iterator[Candidate[Scaling]]:
+    before = None
+    for bits in LOOSEST_BITS:
+        calls = bounded.mix(bits)
+        ranges = [call.ranges for call in calls]
+        if ranges != before:  # else no bound is that loose
+            late = partial(_find_wide, find_late or find, module, calls)
+            yield Candidate(partial(_find_wide, find, module, calls), does, late)
+        before = ranges
+
+
+def _find_wide(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
+    """Apply `find_visible` to mixed ranges; count the `CALIBRATED_BITS` in measured ones as headroom."""
+    scaling = find_visible(find, module, calls)
+    bits = scaling.measured_bits
+    return replace(scaling, measured_bits=None if bits is None else bits + CALIBRATED_BITS)
+
+
+def find_visible(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
+    """Find exponents with `find`; refuse those that make parameters or activations vanish in fp16."""
+    scaling = find(module, calls)
+    lowest, path = min(
+        ((min(pair), path) for path, pair in scaling.layers.items()), default=(0, "")
+    )
+    if lowest < VANISHING_BITS:
+        raise ScalingError(
+            f"Its bounds are so loose that the values of {path} would vanish in fp16: they would be "
+            f"computed times 2**{lowest}, and those of size 1 would be 0 or nearly so."
+        )
+    for name, bits, fold in _list_stored(scaling, calls):
+        if fold and bits < VANISHING_BITS:
+            raise ScalingError(
+                f"Its bounds are so loose that {name} would vanish in fp16: it is at most "
+                f"{2.0 ** (bits - fold):.3g}, and would be stored times 2**{fold}."
+            )
+    return scaling
+
+
+def _list_stored(
+    scaling: Scaling, calls: Sequence[MeasuredCall]
+) -> Iterator[tuple[str, float, int]]:
+    """Yield each parameter, the log2 of its largest magnitude after scaling, and its lowest exponent."""
+    for call in calls:
+        for node, name in call.capture.parameters.items():
+            largest = max((part.amax for part in call.ranges.get(node, ())), default=0.0)
+            fold = min(_list_folds(scaling, name), default=0)
+            if largest > 0:
+                yield name, log2_of(largest) + fold, fold
+
+
+def _list_folds(scaling: Scaling, name: str) -> list[int]:
+    return [e for n, e in scaling.exponents.items() if n.partition("[")[0] == name]
+
+
+def is_visible(found: Scaling, best: Scaling, calls: Sequence[MeasuredCall]) -> bool:
+    """Return whether a scaling has no more fp32 than the best one, and loses few bits of its weights."""
+    more = _measure_strain(found, calls) - _measure_strain(best, calls)
+    return _is_as_narrow(found, best) and more <= MOST_STRAIN_BITS
+
+
+def is_free(found: Scaling, best: Scaling, calls: Sequence[MeasuredCall]) -> bool:
+    """Return whether a scaling costs almost nothing more than the best one: no fp32, few lost bits."""
+    more = _measure_strain(found, calls) - _measure_strain(best, calls)
+    of_tables = _measure_tables(found, calls) - _measure_tables(best, calls)
+    return (
+        _is_as_narrow(found, best)
+        and len(found.multiplies) <= len(best.multiplies) + MORE_MULTIPLIES
+        and read_headroom(found) >= min(ASKED_BITS, read_headroom(best))
+        and more <= MORE_STRAIN_BITS
+        and of_tables <= MORE_TABLE_BITS
+    )
+
+
+def _is_as_narrow(found: Scaling, best: Scaling) -> bool:
+    few = len(found.fp32_modules) <= len(best.fp32_modules)
+    return few and found.fp32_flops <= best.fp32_flops
+
+
+def _measure_strain(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
+    """Return the mean number of bits by which the typical sizes of folded weights are too low.
+
+    Biases are left out: the bits that they lose are below the last place of the sum to which they are
+    added.
+    """
+    lost = [
+        _measure_lost(scaling, call, node)
+        for call in calls
+        for node, name in call.capture.parameters.items()
+        if not name.endswith("bias")
+    ]
+    return sum(lost) / max(len(lost), 1)
+
+
+def _measure_tables(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
+    """Return the most bits by which the typical size of an embedding table is too low."""
+    tables = [
+        (call, strip_casts(arguments(node)["weight"]).name)
+        for call in calls
+        for node in call.capture.graph.graph.nodes
+        if is_kind(node, "table")
+    ]
+    lost = [_measure_lost(scaling, x, node) for x, node in tables if node in x.capture.parameters]
+    return max(lost, default=0.0)
+
+
+def _measure_lost(scaling: Scaling, call: MeasuredCall, node: str) -> float:
+    sizes = [part.rms for part in call.ranges.get(node, ()) if part.rms > 0]
+    folds = _list_folds(scaling, call.capture.parameters[node])
+    if not sizes or not folds:
+        return 0.0
+    return max(0.0, LOW_WEIGHT_BITS - min(folds) - log2_of(min(sizes)))

@@ -1,0 +1,204 @@
+"""Search for the exponents of a module's calls: capture, measure, solve, and run the calls with the result.
+
+Strategies are tried in this order: an fp32 residual stream if requested, the stream in the model's dtype,
+an fp32 stream if that was worse than bf16, hooks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+import torch
+
+from stopdown.errors import CaptureError, ScalingError, TrialError
+from stopdown.module_calls.call import PlainCall
+from stopdown.scaling.exponents.problem import MeasuredCall, Statements
+from stopdown.scaling.trials.bounded_search import scale_by_bounds
+from stopdown.scaling.trials.fallback import scale_by_hooks
+from stopdown.scaling.trials.measurement import Captures, measure_kinds
+from stopdown.scaling.trials.residual import (
+    demand_agreement,
+    find_stream,
+    measure_wide_flops,
+    open_fp32_modules,
+)
+from stopdown.scaling.trials.search import Candidate, StopReason, find_scaling, take_first
+from stopdown.scaling.trials.trial import Reference, run_reference, try_scaling
+from stopdown.scaling.trials.underflow import check_underflow
+from stopdown.scaling_records import ResidualStream, Scaling
+
+
+def scale_calls(
+    module: torch.nn.Module,
+    kinds: Sequence[Sequence[PlainCall]],
+    residual: str = "native",
+    ranges: str = "measured",
+    *,
+    verify: bool = True,
+) -> Scaling:
+    """Find exponents and test them by running the calls, first with the requested residual dtype.
+
+    If that fails, the other dtype is tried, and then forward hooks, which find the weight matrices that
+    fp16 can represent. These serve modules that can't be captured or whose code doesn't run with
+    exponents.
+
+    Args:
+        kinds: calls in groups; those in one group run the same graph.
+        residual: dtype of the residual stream, `native` or `fp32`.
+        ranges: `measured`, `bound` or `auto`.
+        verify: run the first call of each group with the exponents, as `try_scaling` does.
+
+    Raises:
+        CaptureError: if the code can't be traced, and hooks don't suffice either.
+        ScalingError: if there are no exponents, they are not exact, or the module doesn't run with
+            them.
+
+    Cost: a capture for each group (two or three with an fp32 residual), a forward in fp32 for each
+    call, and those of `try_scaling`.
+
+    Examples:
+        >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
+        >>> linear.weight[:] = 1e5 * torch.eye(4)
+        >>> module = torch.nn.Sequential(linear, torch.nn.LayerNorm(4))
+        >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+        >>> scaling = scale_calls(module, [[(module, (x,), {})]])
+        >>> scaling.exponents, float(linear.weight.max())  # found, not folded
+        ({'0.weight': -7}, 100000.0)
+    """
+    search = _CallSearch(module, kinds, ranges, verify)
+    return take_first(search.list_strategies(residual), left=search.left)
+
+
+@dataclass
+class _CallSearch:
+    """Search for the scaling of one module's calls.
+
+    Attributes:
+        left: errors of the strategies that failed.
+        captures: cache of captures.
+        unsolved: error of a problem without a solution, after which hooks are tried.
+    """
+
+    module: torch.nn.Module
+    kinds: Sequence[Sequence[PlainCall]]
+    ranges: str
+    verify: bool
+    left: list[StopReason] = field(default_factory=list)
+    captures: Captures = field(default_factory=Captures)
+    unsolved: ScalingError | None = None
+
+    def list_strategies(self, residual: str) -> Iterator[Candidate[Scaling]]:
+        """Yield the strategies that can still succeed after the failures of earlier ones."""
+        if residual == "fp32":
+            yield Candidate(self._find_streamed)
+        if not self._failed(CaptureError):
+            yield Candidate(self._find_native)
+        if residual != "fp32" and self._failed(TrialError):
+            yield Candidate(self._find_streamed)
+        if self._failed(CaptureError, TrialError) or self.unsolved is not None:
+            yield Candidate(self._find_by_hooks)
+
+    def _failed(self, *kinds: type[StopReason]) -> list[StopReason]:
+        return [x for x in self.left if isinstance(x, kinds)]
+
+    @cached_property
+    def _reference(self) -> Reference:
+        return run_reference(self.module, [kind[0] for kind in self.kinds])
+
+    def _find_streamed(self) -> Scaling:
+        stream = plan_stream(self.module, [kind[0] for kind in self.kinds], self.captures)
+        found = self._try(self._scale(stream))
+        why = f"The residual stream is kept in fp32: {self.left[0].what}" if self.left else ""
+        return replace(found, note=why)
+
+    def _find_native(self) -> Scaling:
+        found = self._try(self._scale(None))
+        why = f"The residual stream is not kept in fp32: {self.left[0].what}" if self.left else ""
+        return replace(found, note=why)
+
+    def _find_by_hooks(self) -> Scaling:
+        calls = [call for kind in self.kinds for call in kind]
+        reason = self.unsolved or self._failed(CaptureError, TrialError)[0]
+        reference = (lambda: self._reference) if self.verify else None
+        return scale_by_hooks(self.module, calls, reason, reference)
+
+    def _try(self, scaling: Scaling) -> Scaling:
+        if not self.verify:
+            return scaling
+        return replace(scaling, trial=try_scaling(self.module, scaling, self._reference))
+
+    def _scale(self, stream: ResidualStream | None) -> Scaling:
+        """Find exponents with whole modules in fp32, or only parts of them if that is less fp32."""
+        kinds = measure_kinds(self.module, self.kinds, self.captures, stream)
+        if not self.verify:
+            check_underflow(self.module, kinds, stream)
+        whole = self._solve(kinds, stream)
+        strategies = [
+            Candidate(lambda: whole, lambda found: not found.fp32_modules),
+            Candidate(
+                partial(self._open, kinds, stream, whole),
+                lambda found: found.fp32_flops < whole.fp32_flops,
+            ),
+        ]
+        return take_first(strategies)
+
+    def _open(
+        self, kinds: Sequence[MeasuredCall], stream: ResidualStream | None, whole: Scaling
+    ) -> Scaling:
+        captures = [x.capture for x in kinds]
+        opened = open_fp32_modules(self.module, stream, whole.fp32_modules, captures)
+        if opened is None:
+            raise ScalingError("No module that is kept in fp32 has products inside.")
+        again = measure_kinds(self.module, self.kinds, self.captures, opened)
+        for one, other in zip(kinds, again, strict=True):
+            demand_agreement(one.capture, other.capture)
+        inside = self._solve(again, opened)
+        wide = [max(measure_wide_flops(x.capture) for x in y) for y in (kinds, again)]
+        return replace(inside, fp32_flops=inside.fp32_flops + max(wide[1] - wide[0], 0.0))
+
+    def _solve(self, kinds: Sequence[MeasuredCall], stream: ResidualStream | None) -> Scaling:
+        try:
+            return self._find(kinds, stream)
+        except ScalingError as error:
+            self.unsolved = error if self.ranges != "bound" else None  # hooks can't certify
+            raise
+
+    def _find(self, kinds: Sequence[MeasuredCall], stream: ResidualStream | None) -> Scaling:
+        if self.ranges == "measured":
+            return find_scaling(self.module, kinds, stream)
+        find = partial(find_scaling, stream=stream, statements=Statements())
+        in_fp16 = partial(find, fp32_modules=False)
+        return scale_by_bounds(self.module, kinds, self.ranges, find, in_fp16)
+
+
+def plan_stream(
+    module: torch.nn.Module, calls: Sequence[PlainCall], captures: Captures
+) -> ResidualStream:
+    """Choose the casts of an fp32 residual stream with which these calls of a module can run.
+
+    Args:
+        captures: cache that receives the captures with and without the stream.
+
+    Raises:
+        CaptureError: if the code can't be traced, whatever the stream.
+        ScalingError: if the stream can't be fp32; its text has the reason.
+
+    Cost: two to five captures for each call (seconds).
+    """
+    plain = [captures.take_short(call) for call in calls]
+
+    def find(rows: bool, attention: bool) -> ResidualStream:
+        stream = find_stream(module, plain, attention=attention, rows=rows)
+        for bare, call in zip(plain, calls, strict=True):
+            demand_agreement(bare, captures.take(call, stream))
+        return stream
+
+    left: list[StopReason] = []
+    ways = itertools.product((True, False), (False, True))
+    try:
+        return take_first((Candidate(partial(find, *way)) for way in ways), left=left)
+    except (CaptureError, ScalingError) as error:
+        raise ScalingError(left[0].what) from error
