@@ -23,9 +23,9 @@ from stopdown import testing
 from stopdown.component_calls.pipeline_interception import put_run_layer
 from stopdown.errors import NonFiniteError
 from stopdown.interception.patches import Patches
-from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.guard import Guard, guard
 from stopdown.runtime.repairs import Component
+from stopdown.runtime.session import Session
 
 # FasterCache, which calls itself experimental, makes grids in the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning")
@@ -361,7 +361,7 @@ def test_under_hooks_a_module_is_kept_in_fp32(put_on: Callable[[Any], None]) -> 
 
 def run_offloaded(monkeypatch: pytest.MonkeyPatch) -> Guard:
     """A guard after a run whose transformer overflows while its weights wait elsewhere."""
-    monkeypatch.setattr(FaultHandler, "_has_bf16", lambda *_: True)
+    monkeypatch.setattr(Session, "has_bf16", lambda *_: True)
     pipe = testing.make_pipeline(HOOKED, overflow="transformer", dtype=torch.float16)
     call_pipeline(pipe, HOOKED)
     offload_sequentially(pipe)

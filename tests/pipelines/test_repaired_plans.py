@@ -23,9 +23,8 @@ from stopdown.errors import OptionError, PlanError
 from stopdown.module_calls.module_code import list_foreign_code
 from stopdown.pipelines.requests import Request
 from stopdown.plans.plan_files import read_plan, seal_plan, write_plan
-from stopdown.records import Plan, Scaling
+from stopdown.records import Plan
 from stopdown.runtime.guard import guard
-from stopdown.runtime.repairs import merge_scalings
 
 pytestmark = pytest.mark.thorough
 
@@ -130,9 +129,9 @@ def test_fp32_modules_and_casts_are_kept_as_well(
     monkeypatch: pytest.MonkeyPatch, module_path: str, precision: str, fp32_modules: tuple[str, ...]
 ) -> None:
     """What one module or a whole component was brought to stands in the plan."""
-    from stopdown.runtime.fault_handler import FaultHandler
+    from stopdown.runtime.session import Session
 
-    monkeypatch.setattr(FaultHandler, "_has_bf16", lambda *_: True)
+    monkeypatch.setattr(Session, "has_bf16", lambda *_: True)
     pipe, plan = make_pipeline(), plan_pipeline()
     with (
         assert_untouched(pipe),
@@ -150,25 +149,6 @@ def test_fp32_modules_and_casts_are_kept_as_well(
     )
     assert entry.weights == before.weights
     assert updated.seal != plan.seal
-
-
-def test_parts_that_did_not_fail_keep_their_exponents() -> None:
-    """New exponents of a decoder leave those of the encoder in force."""
-    before = Scaling(
-        exponents={"encoder.a": -3, "decoder.a": -2},
-        eps={"encoder.norm.eps": -6},
-        multiplies={"decoder.b": 1},
-        fp32_modules=("encoder.c", "decoder.c"),
-        headroom_bits=1.5,
-        kept_buffers=("encoder.t",),
-    )
-    found = Scaling(exponents={"decoder.b": -4}, headroom_bits=3.0, kept_buffers=("decoder.t",))
-    merged = merge_scalings(before, found, ["decoder.a", "decoder.b"])
-    assert merged.exponents == {"encoder.a": -3, "decoder.b": -4}
-    assert merged.eps == {"encoder.norm.eps": -6}
-    assert merged.multiplies == {}
-    assert merged.fp32_modules == ("encoder.c",)
-    assert (merged.headroom_bits, merged.kept_buffers) == (1.5, ("decoder.t", "encoder.t"))
 
 
 class Heard(Display):

@@ -23,7 +23,7 @@ from stopdown.errors import OptionError
 from stopdown.interception.patches import Patches
 from stopdown.records import ScriptRecord, from_json, to_json
 from stopdown.runtime.fault_handler import FaultHandler
-from stopdown.runtime.repairs import RepairCache
+from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.run_check import collect_videos
 
 SaveTiny = Callable[..., Path]

@@ -110,7 +110,7 @@ DETECTORS: dict[str, tuple[dict[str, Make], tuple[str, ...]]] = {
     ),
     # what one call of a script's pipeline repaired is forgotten before the next
     "carrying": (
-        {"stopdown.runtime.repairs:RepairCache.put_on": give(lambda self, state: ())},
+        {"stopdown.runtime.repair_cache:RepairCache.put_on": give(lambda self, state: ())},
         ("pipelines/test_scripts.py::test_a_repair_holds_for_the_next_call",),
     ),
     # a rescaled module runs in whatever it was cast to
@@ -131,12 +131,15 @@ DETECTORS: dict[str, tuple[dict[str, Make], tuple[str, ...]]] = {
     ),
     # a repair that gives finite values is right
     "comparison of repairs": (
-        {"stopdown.runtime.fault_handler:describe_excess": give(lambda error, bf16_error: "")},
+        {"stopdown.runtime.fault_records:describe_excess": give(lambda error, bf16_error: "")},
         (f"{FAR_OFF}[278-rescaled-True]", f"{FAR_OFF}[201-fp32-module-False]"),
     ),
     # one of several processes repairs what it gave
     "several processes": (
-        {"stopdown.runtime.fault_handler:count_processes": give(lambda: 1)},
+        {
+            f"stopdown.runtime.{module}:count_processes": give(lambda: 1)
+            for module in ("fault_handler", "fault_records", "session")
+        },
         ("pipelines/test_torchrun.py::test_one_of_several_processes_repairs_nothing",),
     ),
 }

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +19,7 @@ from stopdown.records import (
     to_json,
 )
 from stopdown.runtime.guard import update_entry
-from stopdown.runtime.repairs import cast_component, merge_scalings
+from stopdown.runtime.repairs import cast_component
 
 NAMES = st.sampled_from(["encoder.a", "encoder.b.c", "decoder.a", "norm"])
 PATHS = st.lists(NAMES, max_size=3, unique=True).map(tuple)
@@ -127,48 +125,3 @@ def test_a_cast_entry_keeps_its_switches() -> None:
     """A component that a repair brought to bf16 is summed as its plan says."""
     updated = update_entry(certify(), (cast_component("bf16"),), 0, ["Why."])
     assert (updated.precision, updated.accumulation) == ("bf16", BARE.accumulation)
-
-
-BEFORE = Scaling(
-    exponents={"encoder.a": -3},
-    fp32_modules=("encoder.c",),
-    fp32_flops=0.25,
-    headroom_bits=1.0,
-    tightest="VAE:encoder.a",
-    certified=True,
-    pinned={"odd": ("VAE:encoder",)},
-    outputs={0: 2},
-    stream=ResidualStream(("encoder.d", "decoder.d"), ("encoder.e",), cast_input_up=("",)),
-    limits={"encode.x": 1.0, "decode.z": 64.0},
-    sizes={"encode.x": ((4,),), "decode.z": ((9,),)},
-    note="Why not.",
-)
-FOUND = Scaling(exponents={"decoder.a": -1}, fp32_flops=0.5, headroom_bits=2.0, tightest="new")
-
-MERGED: dict[str, Any] = {
-    "fp32_flops": 0.75,
-    "tightest": "VAE:encoder.a",
-    "certified": False,
-    "pinned": {"odd": ("VAE:encoder",)},
-    "outputs": {0: 2},
-    "stream": ResidualStream(("encoder.d",), ("encoder.e",), cast_input_up=("",)),
-    "limits": {"encode.x": 1.0},
-    "sizes": {"encode.x": ((4,),)},
-    "note": "Why not.",
-}
-
-
-@pytest.mark.parametrize("name", MERGED)
-def test_what_did_not_fail_keeps_everything(name: str) -> None:
-    """A decoder's new exponents leave stream, limits, outputs and pins of the encoder as they were."""
-    merged = merge_scalings(BEFORE, FOUND, ["decoder.a"], ["decode"])
-    assert getattr(merged, name) == MERGED[name]
-
-
-def test_what_failed_keeps_nothing() -> None:
-    """Calls of the component itself make its own casts, outputs and limits anew."""
-    before = dataclasses.replace(BEFORE, limits={"forward.x": 1.0})
-    merged = merge_scalings(before, FOUND, ["encoder.a", "decoder.a"], ["forward"])
-    assert (merged.outputs, merged.limits, merged.stream) == ({}, {}, None)
-    assert merged.exponents == {"decoder.a": -1}
-    assert merged.tightest == "new"

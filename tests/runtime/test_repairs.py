@@ -24,9 +24,9 @@ from stopdown.module_calls.callee import Callee
 from stopdown.numerics import relative_l2
 from stopdown.records import ComponentPlan, Scaling
 from stopdown.runtime import fault_handler
-from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.guard import Guard, guard
 from stopdown.runtime.repairs import Component, name_action
+from stopdown.runtime.session import Session
 
 MODULE_PATH = "transformer_blocks.1.ff"
 
@@ -53,7 +53,7 @@ def run_faulty(name: str, component: str, **fault: Any) -> tuple[Guard, float]:
 
 def have_bf16(monkeypatch: pytest.MonkeyPatch, answer: bool) -> None:
     """As on a device with bf16 of its own, or without."""
-    monkeypatch.setattr(FaultHandler, "_has_bf16", lambda *_: answer)
+    monkeypatch.setattr(Session, "has_bf16", lambda *_: answer)
 
 
 @pytest.mark.usefixtures("each_device")

@@ -9,7 +9,7 @@ from stopdown.component_calls.components import find_components as find_componen
 from stopdown.doctor import examine as examine
 from stopdown.runtime.guard import Guard as Guard
 from stopdown.runtime.guard import GuardOptions as GuardOptions
-from stopdown.runtime.repairs import RepairCache as RepairCache
+from stopdown.runtime.repair_cache import RepairCache as RepairCache
 from stopdown.sources.headers import RESCALED_ENTRY as RESCALED_ENTRY
 
 __all__: list[str]

@@ -17,92 +17,35 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
-from stopdown.component_call_names import name_module_path
 from stopdown.devices.environment import count_processes
-from stopdown.errors import NonFiniteError, ScalingError, StopdownError, take_first_line
+from stopdown.errors import ScalingError, StopdownError, take_first_line
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.randomness import find_random
 from stopdown.memory.weight_stores import WAITING
 from stopdown.module_calls.entrances import ReplacedError
 from stopdown.module_calls.kept_state import describe_kept
 from stopdown.module_calls.step_caches import clear_caches
-from stopdown.numerics import describe_excess, iterate_tensors, measure_error
-from stopdown.records import ComponentPlan, Repair
+from stopdown.numerics import iterate_tensors, measure_error
+from stopdown.records import ComponentPlan
 from stopdown.runtime.call_check import CallCheck, list_readable
 from stopdown.runtime.culprit import Culprit, find_culprit, find_origins
 from stopdown.runtime.dtype_repairs import add_note, describe_refusal, repair_refusal
-from stopdown.runtime.fault_texts import (
-    Fault,
-    describe_counts,
-    make_fault_error,
-    name_fault,
-    word_overflow,
-)
+from stopdown.runtime.fault_records import FaultCase, FaultRecords, RepairReference, describe_remedy
+from stopdown.runtime.fault_texts import Fault, describe_counts, name_fault
 from stopdown.runtime.meant_values import MEANT, MEANT_STAGES, compare_with_fp32, find_meaning
 from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
-from stopdown.runtime.repairs import WholeInFp32Error, cast_component, computes_bf16
+from stopdown.runtime.repairs import WholeInFp32Error, cast_component
 from stopdown.runtime.run_check import FaultOrigin
 from stopdown.runtime.session import Session
 from stopdown.scaling import CallWatch
-from stopdown.scaling_records import describe_least
 
 LARGE = 10**8
 """Least number of parameters for which a search for a repair is announced, because it takes long."""
-
-
-@dataclass(frozen=True)
-class _Reference:
-    """The fp32 result of a call that failed, to compare repairs with.
-
-    Attributes:
-        output: with all weights in fp32; None if unknown.
-        bf16_error: error of the same call in bf16 against it; None if that doesn't run.
-    """
-
-    output: Any = None
-    bf16_error: float | None = None
-
-    def describe_excess(self, output: Any) -> str:
-        """Describe the error of another output if it's larger than bf16's; return "" if not, or unknown."""
-        if self.output is None:
-            return ""
-        return describe_excess(measure_error(output, self.output), self.bf16_error)
-
-
-@dataclass
-class _Case:
-    """The state of the search for a repair of one fault.
-
-    Attributes:
-        begun: start of the search, by `time.perf_counter`.
-        before: repairs that were applied to the component when the fault occurred.
-        tried: attempts that failed, with reasons.
-        is_rescaled: whether exponents were found at least once.
-        is_compared: whether `meant` was determined.
-        meant: the call's fp32 output, if it isn't finite either and the model intends that; else None.
-    """
-
-    fault: Fault
-    culprit: Culprit
-    begun: float
-    before: tuple[ComponentPlan, ...] = ()
-    tried: list[str] = field(default_factory=list)
-    replays: int = 0
-    reference: _Reference = _Reference()
-    is_rescaled: bool = False
-    is_compared: bool = False
-    meant: Any = None
-
-
-_NARROWED = (
-    "`{name}` returns values beyond fp16's maximum, and the pipeline's own code cast them to fp16 before "
-    "`{name}` was repaired."
-)
 
 
 class FaultHandler:
@@ -113,7 +56,7 @@ class FaultHandler:
         Args:
             find_origin: finds the origin of NaN and Inf that no component made.
         """
-        self._session, self._find_origin = session, find_origin
+        self._session, self._records = session, FaultRecords(session, find_origin)
         self._log, self._options = session.log, session.options
         self._hands_back = session.options.hands_back
 
@@ -123,10 +66,6 @@ class FaultHandler:
         asked = self._options.on_fault
         alone: OnFault = "warn" if self._hands_back else "raise"
         return alone if asked == "repair" and count_processes() > 1 else asked
-
-    @property
-    def _names_culprit(self) -> bool:
-        return self._options.names_culprit and count_processes() == 1
 
     def answer(self, fault: Fault) -> Any:
         """Respond to a fault, and return the output with which the program continues."""
@@ -139,8 +78,8 @@ class FaultHandler:
                 raise
             fault.guarded.state.put_on(fault.guarded.latest.applied)
             self._log.give_up(fault.component, _name_kind(fault))
-            case = _Case(fault, Culprit("unknown"), time.perf_counter())
-            self._record(case, "none", f"{take_first_line(error)} {_AS_GIVEN}")
+            case = FaultCase(fault, Culprit("unknown"), time.perf_counter())
+            self._records.keep(case, "none", f"{take_first_line(error)} {_AS_GIVEN}")
             return fault.output
 
     def _answer(self, fault: Fault) -> Any:
@@ -194,10 +133,14 @@ class FaultHandler:
             return fault.output
         if self._is_meant(fault, fault.output, fault.check) or self._is_as_before(fault):
             return fault.output
-        is_known = not self._names_culprit or self._log.was_reported(fault.component, "none")
+        is_known = not self._session.names_culprit or self._log.was_reported(
+            fault.component, "none"
+        )
         if self._on_fault == "warn" and is_known:
             kind = "clamped" if fault.check.clamped else "unknown"
-            self._record(_Case(fault, Culprit(kind), begun), "none", "Not looked at again.")
+            self._records.keep(
+                FaultCase(fault, Culprit(kind), begun), "none", "Not looked at again."
+            )
             return fault.output
         if self._on_fault == "repair":
             self._report_search(fault)
@@ -206,15 +149,15 @@ class FaultHandler:
         if is_half and fault.precision == "fp32":  # its code casts by itself
             fault = replace(fault, precision=culprit.dtype)
             fault.guarded.record_own_precision(culprit.dtype)
-        case = _Case(fault, culprit, begun)
+        case = FaultCase(fault, culprit, begun)
         if _may_be_meant(culprit) and self._is_as_in_fp32(case, fault.output):
             self._record_as_right(fault)
             return fault.output
         if self._on_fault == "warn":
-            self._record(case, "none", "on_fault is warn, so the run continues unchanged.")
+            self._records.keep(case, "none", "on_fault is warn, so the run continues unchanged.")
             return fault.output
         if self._on_fault == "raise":
-            raise self._make_error(case)
+            raise self._records.make_error(case)
         return self._repair(case)
 
     def _report_search(self, fault: Fault) -> None:
@@ -292,7 +235,7 @@ class FaultHandler:
         self._record_as_right(fault)
         return True
 
-    def _is_as_in_fp32(self, case: _Case, output: Any) -> bool:
+    def _is_as_in_fp32(self, case: FaultCase, output: Any) -> bool:
         """Return whether the model intends NaN and Inf in an output, because its fp32 output has them too.
 
         The rest of the output must be as close to fp32's as bf16's is. This is reported once.
@@ -329,7 +272,7 @@ class FaultHandler:
         before, named = state.applied, fault.call.named
         is_plain = not before and fault.precision == "fp32"
         waits = vars(guarded.module).get(WAITING, False)
-        if not self._names_culprit or self._has_written(fault) or (waits and not is_plain):
+        if not self._session.names_culprit or self._has_written(fault) or (waits and not is_plain):
             return None
         try:
             if not is_plain:
@@ -367,39 +310,41 @@ class FaultHandler:
         if self._log.was_reported(fault.component, "inputs"):
             return fault.output
         self._log.mark_reported(fault.component, "inputs")
-        case = _Case(fault, Culprit("input", ", ".join(fault.check.inputs)), begun)
+        case = FaultCase(fault, Culprit("input", ", ".join(fault.check.inputs)), begun)
         if self._on_fault == "raise":
-            raise self._make_error(case)
-        self._record(case, "none", "Its output was finite nevertheless, so the run continues.")
+            raise self._records.make_error(case)
+        self._records.keep(
+            case, "none", "Its output was finite nevertheless, so the run continues."
+        )
         return fault.output
 
-    def _repair(self, case: _Case) -> Any:
+    def _repair(self, case: FaultCase) -> Any:
         fault, culprit, state = case.fault, case.culprit, case.fault.guarded.state
         if self._has_written(fault):
             case.tried.append("it wrote to its arguments, so it cannot be made again.")
             return self._give_up(case, "The call cannot be made again.")
         case.before = state.applied
-        has_bf16 = fault.precision == "fp16" and self._has_bf16(fault)
+        has_bf16 = fault.precision == "fp16" and self._session.has_bf16(fault.guarded)
         for remedy in list_remedies(culprit.kind, fault.precision, culprit.around, has_bf16):
             if remedy.residual == "fp32" and not case.is_rescaled:
                 continue  # without exponents an fp32 stream finds none either
             is_good, output = self._attempt(case, remedy)
             if is_good:
                 self._record_cast(fault)
-                self._record(case, remedy.recorded, _describe_remedy(remedy, state.applied))
+                self._records.keep(case, remedy.recorded, describe_remedy(remedy, state.applied))
                 return output
         state.put_on(case.before)
         fault.guarded.latest.restore()  # the next call begins as this one did
         return self._give_up(case, "No repair gave a finite result.")
 
-    def _give_up(self, case: _Case, why: str) -> Any:
+    def _give_up(self, case: FaultCase, why: str) -> Any:
         """Raise the fault's error, or return the unrepaired model's output with all effects of its call."""
         fault = case.fault
         if not self._hands_back:
-            error = self._make_error(case)
-            self._record(case, "none", why)
+            error = self._records.make_error(case)
+            self._records.keep(case, "none", why)
             raise error
-        self._record(case, "none", f"{why} {_AS_GIVEN}")
+        self._records.keep(case, "none", f"{why} {_AS_GIVEN}")
         self._log.give_up(fault.component, _name_kind(fault))
         if self._has_written(fault):
             return fault.output
@@ -408,7 +353,9 @@ class FaultHandler:
     def _hand_back(self, fault: Fault) -> Any:
         """Return the unrepaired output of a call whose repair was given up; record it once per run."""
         if not any(x.component == fault.component for x in self._log.of_this_run):
-            self._record(_Case(fault, Culprit("unknown"), time.perf_counter()), "none", _AS_GIVEN)
+            self._records.keep(
+                FaultCase(fault, Culprit("unknown"), time.perf_counter()), "none", _AS_GIVEN
+            )
         return fault.output
 
     def _has_written(self, fault: Fault) -> bool:
@@ -416,7 +363,7 @@ class FaultHandler:
         latest = fault.guarded.latest
         return latest.given is not None and latest.given.were_written
 
-    def _attempt(self, case: _Case, remedy: Remedy) -> tuple[bool, Any]:
+    def _attempt(self, case: FaultCase, remedy: Remedy) -> tuple[bool, Any]:
         """Apply a remedy and repeat the call; return whether the result is accepted, and the result."""
         name, output, told = remedy.recorded, None, ""
         is_narrow = remedy.action in ("rescaled", "fp32-module")
@@ -451,7 +398,7 @@ class FaultHandler:
             case.tried.append(f"{name}: the result is not that of fp32: {told}.")
         return not told, output
 
-    def _find_reference(self, fault: Fault) -> _Reference:
+    def _find_reference(self, fault: Fault) -> RepairReference:
         """Run the call in fp32 and in bf16, to compare repairs with.
 
         The result is empty if the call draws random numbers, or its weights can't be cast.
@@ -465,20 +412,20 @@ class FaultHandler:
         states = [source.read() for source in sources]
         try:
             if vars(guarded.module).get(WAITING, False):
-                return _Reference()
+                return RepairReference()
             wide = self._repeat_in(fault, "fp32", uncached=True)
         except Exception:  # weights that cannot be cast, or do not fit: nothing is known
-            return _Reference()
+            return RepairReference()
         pairs = zip(sources, states, strict=True)
         if not all(torch.equal(source.read(), state) for source, state in pairs):
-            return _Reference()
+            return RepairReference()
         try:
             bf16_error = measure_error(self._repeat_in(fault, "bf16", uncached=True), wide)
         except Exception:  # whatever a model's code does in bf16
-            return _Reference(wide)
-        return _Reference(wide, bf16_error if math.isfinite(bf16_error) else None)
+            return RepairReference(wide)
+        return RepairReference(wide, bf16_error if math.isfinite(bf16_error) else None)
 
-    def _find_repairs(self, case: _Case, remedy: Remedy) -> tuple[ComponentPlan, ...]:
+    def _find_repairs(self, case: FaultCase, remedy: Remedy) -> tuple[ComponentPlan, ...]:
         """Return the repairs to apply to the component for a remedy.
 
         Raises:
@@ -517,7 +464,7 @@ class FaultHandler:
         if measure_error(second, first):
             raise ScalingError(describe_kept(guarded.module, guarded.latest.changed))
 
-    def _replay(self, case: _Case, repairs: tuple[ComponentPlan, ...]) -> Any:
+    def _replay(self, case: FaultCase, repairs: tuple[ComponentPlan, ...]) -> Any:
         """Repeat the call with these repairs applied, and return its output."""
         guarded = case.fault.guarded
         guarded.state.put_on(repairs)
@@ -528,7 +475,7 @@ class FaultHandler:
         return case.fault.call.proceed()
 
     def _find_culprit(self, fault: Fault) -> Culprit:
-        if not self._names_culprit or self._has_written(fault):
+        if not self._session.names_culprit or self._has_written(fault):
             return Culprit("unknown")
         guarded = fault.guarded
         given = fault.call.named
@@ -543,107 +490,6 @@ class FaultHandler:
         self._session.check(guarded, output)  # forget what the replay clamped
         return culprit
 
-    def _describe_culprit(self, case: _Case) -> str:
-        if not self._names_culprit:
-            return ""
-        said = case.culprit.describe(case.fault.component)
-        return f"{said} {self._describe_basis(case)}".rstrip()
-
-    def _describe_basis(self, case: _Case) -> str:
-        """Describe what the plan rests on at the culprit's module, if not on bounds; else return "".
-
-        Operations aren't compared by name, because the replay sees one linear as several operations.
-        """
-        planned = self._session.planned.get(case.fault.guarded.callee.component_name)
-        place = f":{case.culprit.path} ("
-        if planned is None or not any(place in x for x in planned.uncertain):
-            return ""
-        basis = "on a guess"
-        if planned.measured_bits is not None:
-            least = describe_least(planned.measured_bits)
-            basis = f"on measured calls, where such values had {least}"
-        return f"No bound of the plan keeps all values there in range: they rested {basis}."
-
-    def _describe_caller(self, case: _Case) -> str:
-        """Describe a component that received NaN or Inf in an argument, and what it returned."""
-        called = f"`{case.fault.component}` was called with it as {case.culprit.path}"
-        if case.fault.check.is_good:
-            return f"{called}, and gave finite values."
-        return f"{called}: {name_fault(case.fault)}"
-
-    def _find_narrowed(self, fault: Fault) -> str:
-        """Return the component whose output the pipeline cast to fp16 before its repair in this run, or "".
-
-        Its values then overflow in the arguments of the present call.
-        """
-        repaired = {x.component for x in self._log.of_this_run if x.action == "rescaled"}
-        states = self._session.components.values()
-        wide = [x.name for x in states if x.returns_wide and x.name in repaired]
-        given = iterate_tensors((fault.call.args, fault.call.kwargs))
-        return wide[0] if wide and describe_counts(given) else ""
-
-    def _make_error(self, case: _Case) -> NonFiniteError:
-        if name := self._find_narrowed(case.fault):
-            return NonFiniteError(
-                _NARROWED.format(name=name),
-                expected=f"{name_fault(case.fault)} From now on they stay in fp32.",
-                remedy='Run the pipeline again. Or use stopdown.load(MODEL, precision="fp16"), which '
-                "finds that out before the first run.",
-            )
-        if case.culprit.kind == "input":
-            origin = self._find_origin()
-            said = self._describe_caller(case)
-            return NonFiniteError(origin.what, expected=said, remedy=origin.remedy)
-        if (count := count_processes()) > 1:
-            return NonFiniteError(
-                name_fault(case.fault),
-                expected=f"This is one of {count} processes. The guard repairs nothing there, because the "
-                "others would not run the call again.",
-                remedy="Make a plan first: stopdown plan SOURCE -o plan.json, and load the model with "
-                'precision="plan.json".',
-            )
-        found = self._describe_culprit(case)
-        if case.tried:
-            found += f" Tried without success: {' '.join(case.tried)}"
-        verdict = word_overflow(case.fault.component, case.culprit.overflow)
-        has_bf16 = self._has_bf16(case.fault)
-        error = make_fault_error(case.fault, found, has_bf16=has_bf16, verdict=verdict)
-        if self._on_fault == "raise" and case.fault.precision != "fp32":
-            error.remedy += ' Or let the run repair it: `on_fault="repair"`.'
-        return error
-
-    def _record(self, case: _Case, action: str, reason: str) -> None:
-        """Record a fault with the action and its reason."""
-        fault, culprit = case.fault, case.culprit
-        if culprit.kind == "input" and not self._find_narrowed(fault):
-            origin = self._find_origin()
-            module_path, said = origin.source, f"{origin.what} {self._describe_caller(case)}"
-        elif name := self._find_narrowed(fault):
-            module_path = fault.component
-            said = f"{_NARROWED.format(name=name)} {name_fault(fault)}"
-        else:
-            path = "" if culprit.kind == "intermittent" else culprit.path
-            module_path = name_module_path(fault.component, path)
-            said = f"{name_fault(fault)} {self._describe_culprit(case)}"
-        self._log.keep(
-            Repair(
-                component=fault.component,
-                module_path=module_path,
-                kind=culprit.kind,
-                step=fault.step,
-                evidence=said.strip(),
-                verdict=word_overflow(fault.component, culprit.overflow),
-                action=action,
-                reason=reason,
-                tried=tuple(case.tried),
-                replays=case.replays,
-                elapsed_s=time.perf_counter() - case.begun,
-            )
-        )
-
-    def _has_bf16(self, fault: Fault) -> bool:
-        return computes_bf16(fault.guarded.find_device(self._session.pipe))
-
 
 _AS_GIVEN = "The script gets it as the model gave it."
 
@@ -657,14 +503,6 @@ def _may_be_meant(culprit: Culprit) -> bool:
 def _name_kind(fault: Fault) -> str:
     """Return a signature of calls that the same repair may help: kind, and whether inputs are finite."""
     return f"{'not ' if fault.check.inputs else ''}finite|{fault.call.key}"
-
-
-def _describe_remedy(remedy: Remedy, applied: tuple[ComponentPlan, ...]) -> str:
-    """Return the reason for a remedy; for a component without a graph, the note on its fp16 modules."""
-    found = [x.scaling for x in applied if x.precision == "fp16" and x.scaling is not None]
-    if remedy.action == "rescaled" and found and not found[0].exponents and found[0].note:
-        return found[0].note
-    return remedy.reason
 
 
 def _list_shapes(output: Any) -> str:

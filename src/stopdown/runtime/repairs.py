@@ -18,11 +18,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -39,27 +38,18 @@ from stopdown.interception.patches import Patches
 from stopdown.memory.weight_stores import weights_at_hand
 from stopdown.module_calls.call_interception import bared
 from stopdown.module_calls.entrances import Entrance
-from stopdown.module_calls.mixed_dtypes import NO_OPERANDS, cast_to_weights, merge_operands
-from stopdown.module_calls.module_settings import sign_settings
+from stopdown.module_calls.mixed_dtypes import NO_OPERANDS, cast_to_weights
 from stopdown.module_calls.step_caches import in_full
 from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.numerics import iterate_tensors
 from stopdown.plans.applier import AppliedEntry, apply_precision
-from stopdown.plans.weight_fingerprints import sample_weights
-from stopdown.records import ComponentPlan, Operands, Repair, ResidualStream, Scaling
+from stopdown.records import ComponentPlan, Operands, Repair, Scaling
 from stopdown.runtime.activation_maxima import Notes, put_sensors
 from stopdown.runtime.kept_code import KeptCode
+from stopdown.runtime.merged_scalings import merge_scalings
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import Remedy, list_remedies
-from stopdown.scaling import (
-    CallWatch,
-    ComponentCall,
-    ObservedCalls,
-    Refusal,
-    WatchOptions,
-    cast_,
-    read_headroom,
-)
+from stopdown.scaling import CallWatch, ComponentCall, ObservedCalls, Refusal, WatchOptions, cast_
 
 
 def cast_component(precision: str) -> ComponentPlan:
@@ -520,120 +510,3 @@ def _asks_for_training(kind: Any) -> bool:
         return "training" in inspect.getsource(kind.forward)
     except (OSError, TypeError):  # code without a file
         return False
-
-
-def merge_scalings(
-    before: Scaling, found: Scaling, used: Iterable[str], methods: Collection[str] = ("forward",)
-) -> Scaling:
-    """Merge new exponents with the old ones of submodules that the new calls don't use.
-
-    Certificates and trials hold only for a whole scaling, so the merged one counts as measured and
-    untested.
-
-    Args:
-        before: the old scaling.
-        found: solved for the calls that failed, relative to the original component.
-        used: names of the parameters that those calls use.
-        methods: names of the component's methods that were called.
-    """
-    parts = {name.partition(".")[0] for name in used}
-    if "forward" in methods:
-        parts.add("")  # the component's own hooks
-
-    def keeps(name: str) -> bool:
-        return name.partition(".")[0] not in parts
-
-    def keep(entries: Mapping[str, int]) -> dict[str, int]:
-        return {name: x for name, x in entries.items() if keeps(name)}
-
-    kept = replace(before, exponents=keep(before.exponents), multiplies=keep(before.multiplies))
-    tightest = min(found, kept if kept.exponents else found, key=read_headroom)
-    fp32_modules = tuple(filter(keeps, before.fp32_modules))
-    known = before.kept_buffers is not None and found.kept_buffers is not None
-    buffers = {*(before.kept_buffers or ()), *(found.kept_buffers or ())}
-    limits = {x: y for x, y in before.limits.items() if x.partition(".")[0] not in methods}
-    sizes = {x: y for x, y in before.sizes.items() if x.partition(".")[0] not in methods}
-    notes = dict.fromkeys((before.note, found.note))
-    others = [x for x in before.signatures if x.partition("(")[0] not in methods]
-    return replace(
-        found,
-        exponents={**kept.exponents, **found.exponents},
-        eps={**keep(before.eps), **found.eps},
-        multiplies={**kept.multiplies, **found.multiplies},
-        fp32_modules=(*fp32_modules, *found.fp32_modules),
-        fp32_flops=min(1.0, found.fp32_flops + (before.fp32_flops if fp32_modules else 0.0)),
-        kept_buffers=tuple(sorted(buffers)) if known else None,
-        headroom_bits=tightest.headroom_bits,
-        tightest=tightest.tightest,
-        pinned={**before.pinned, **found.pinned},
-        outputs=found.outputs if "forward" in methods else before.outputs,
-        stream=_merge_streams(before.stream, found.stream, keeps),
-        operands=merge_operands(before.operands, found.operands),
-        limits={**limits, **found.limits},
-        sizes={**sizes, **found.sizes},
-        signatures=tuple(sorted({*found.signatures, *others})),
-        shapes={**{x: before.shapes[x] for x in others if x in before.shapes}, **found.shapes},
-        note=" ".join(filter(None, notes)),
-    )
-
-
-def _merge_streams(
-    before: ResidualStream | None, found: ResidualStream | None, keeps: Callable[[str], bool]
-) -> ResidualStream | None:
-    """Merge the new residual stream with the old one's casts on kept submodules; None if there are none."""
-    if before is None:
-        return found
-    paths: dict[str, Any] = {
-        x.name: tuple(filter(keeps, getattr(before, x.name)))
-        for x in fields(ResidualStream)
-        if x.name != "returns"
-    }
-    if found is None:
-        return replace(before, **paths) if any(paths.values()) else None
-    joined: dict[str, Any] = {name: (*x, *getattr(found, name)) for name, x in paths.items()}
-    return replace(found, **joined)
-
-
-@dataclass
-class RepairCache:
-    """Repairs that guards found, for the next guard of the same component.
-
-    They are applied only if the weights (by samples of each) and the code are unchanged. Components with
-    weights on `meta` can't be compared, so each guard starts without cached repairs.
-
-    Attributes:
-        outdated: class names of components whose weights or code have changed.
-        code: cache of their compiled code.
-    """
-
-    outdated: list[str] = field(default_factory=list)
-    code: KeptCode = field(default_factory=lambda: KeptCode(is_kept=True))
-    _kept: WeakKeyDictionary[
-        torch.nn.Module, tuple[str, tuple[ComponentPlan, ...], Calibration]
-    ] = field(default_factory=WeakKeyDictionary)
-
-    def put_on(self, state: Component) -> tuple[ComponentPlan, ...]:
-        """Apply the repairs that an earlier guard found, and return them; return () without any."""
-        if state.module not in self._kept:
-            return ()
-        weights, applied, calibration = self._kept[state.module]
-        if weights != _sign(state.module):
-            del self._kept[state.module]
-            self.outdated.append(type(state.module).__name__)
-            return ()
-        state.put_on(applied)
-        state.calibration = calibration
-        return applied
-
-    def keep(self, state: Component, applied: tuple[ComponentPlan, ...]) -> None:
-        """Store the repairs of a component whose guard has been removed."""
-        weights = _sign(state.module)
-        if weights:
-            self._kept[state.module] = weights, applied, state.calibration
-
-
-def _sign(module: torch.nn.Module) -> str:
-    """Return a signature of a module's weights and code; "" if the weights are not loaded."""
-    if any(tensor.is_meta for tensor in module.parameters()):
-        return ""
-    return f"{sample_weights(module)} {read_precisions(module)} {sign_settings(module)}"

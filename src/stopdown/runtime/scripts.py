@@ -48,8 +48,8 @@ from stopdown.number_formats import name_dtype
 from stopdown.records import CallSummary, Finding, GuardRecord, Plan
 from stopdown.runtime.guard import Guard, GuardOptions
 from stopdown.runtime.later_gradients import graft_gradients
+from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.repair_log import RepairLog
-from stopdown.runtime.repairs import RepairCache
 from stopdown.runtime.run_check import collect_videos
 from stopdown.scaling import ComponentCall, put_cast
 

@@ -33,6 +33,7 @@ import torch
 from stopdown.component_calls.components import GENERAL, find_adapter, find_callees, find_components
 from stopdown.component_calls.stated_dtypes import state_dtypes
 from stopdown.component_calls.step_counter import StepCounter
+from stopdown.devices.environment import count_processes
 from stopdown.errors import OptionError, warn_user
 from stopdown.interception.component_locks import find_lock, is_changing
 from stopdown.interception.patches import Patches, SameInCopies
@@ -55,9 +56,10 @@ from stopdown.runtime.call_check import CallCheck, check_call
 from stopdown.runtime.guarded_call import Call
 from stopdown.runtime.journal import Journal
 from stopdown.runtime.kept_code import KeptCode
+from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import ON_FAULT, OnFault
-from stopdown.runtime.repairs import Calibration, Component, RepairCache
+from stopdown.runtime.repairs import Calibration, Component, computes_bf16
 from stopdown.scaling import CallWatch, ComponentCall, Rank, intercept
 from stopdown.sources.hub import Progress
 
@@ -163,6 +165,15 @@ class Session(SameInCopies):
     def is_over(self) -> bool:
         """Whether the guard is removed, or is being removed."""
         return self.stage != "on"
+
+    @property
+    def names_culprit(self) -> bool:
+        """Whether a failed call is run once more to find where it begins; not with several processes."""
+        return self.options.names_culprit and count_processes() == 1
+
+    def has_bf16(self, guarded: Call) -> bool:
+        """Return whether the device that computes a call computes bf16 natively."""
+        return computes_bf16(guarded.find_device(self.pipe))
 
     def put_on(self, inner: Listener, outer: Listener) -> None:
         """Intercept the component calls that are known before a run.
