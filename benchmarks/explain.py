@@ -8,8 +8,10 @@ someone pastes them; texts and whole reports of our own; what the libraries them
 precision; and messages that have nothing to do with it.
 
 With `--reports` the reports of another file are asked, and nothing is stored. Its entries have `text`,
-`device`, `model`, perhaps `title`, and `expected_class` (several separated by " / ", and what follows in
-parentheses is a remark).
+`device`, `model`, perhaps `title`, and the right answer in one of two forms: `expected_class`, class names
+separated by " / ", with a remark in parentheses; or `expected`, a sentence. A class that a sentence names
+is graded; without one, the answer is printed beside the sentence for a reader to judge. A text that
+begins with "(prose)" was paraphrased by whoever collected it.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ import json
 import re
 import tomllib
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from library_messages import PACKAGES, find_messages
 
@@ -175,23 +179,54 @@ def print_families() -> None:
         )
 
 
-def grade_reports(reports: list[dict[str, str]]) -> None:
+@dataclass(frozen=True)
+class Report:
+    """A whole report: where it is from, its text, the facts beside it, and what the right answer is."""
+
+    source: str
+    text: str
+    facts: str
+    expected: str
+    classes: frozenset[str]
+
+
+def read_report(entry: dict[str, Any], known: Iterable[str]) -> Report:
+    """Read a report of either form; `known` are the classes that a sentence may name."""
+    if "expected_class" in entry:
+        expected = entry["expected_class"]
+        classes = frozenset(expected.split(" (")[0].split(" / "))
+    else:
+        expected = entry["expected"]
+        words = set(re.findall(r"[a-z0-9-]+", expected))
+        classes = frozenset(name for name in known if name in words and name != "memory")
+    source = entry.get("source") or f"{entry['repo']}#{entry['number']}"
+    text = entry["text"].removeprefix("(prose)").strip()
+    facts = "\n".join((entry.get("title", ""), text, entry["device"], entry["model"]))
+    return Report(source, text, facts, expected, classes)
+
+
+def grade_reports(entries: list[dict[str, Any]]) -> None:
     """How many reports get the class that is expected, with their facts and by their text alone."""
-    right = {"with its facts": 0, "its text alone": 0}
-    for report in reports:
-        expected = report["expected_class"].split(" (")[0].split(" / ")
-        facts = [report.get("title", ""), report["text"], report["device"], report["model"]]
-        for way, text in zip(right, ("\n".join(facts), report["text"]), strict=True):
-            answers = list_answers(text)
-            is_right = answers[0] in expected
-            right[way] += is_right
-            if not is_right:
+    known = read_knowledge().faults
+    reports = [read_report(entry, known) for entry in entries]
+    graded = [report for report in reports if report.classes]
+    for way, name in (("with its facts", "facts"), ("its text alone", "text")):
+        right = 0
+        for report in graded:
+            answers = list_answers(getattr(report, name))
+            if answers[0] in report.classes:
+                right += 1
+            else:
                 said = ", ".join(answers[:3])
-                print(
-                    f"{report['repo']}#{report['number']}, {way}: {' / '.join(expected)}; answered {said}"
-                )
-    for way, count in right.items():
-        print(f"{way}: {count} of {len(reports)} right, {count / len(reports):.0%}")
+                print(f"{report.source}, {way}: {report.expected}; answered {said}")
+        if graded:
+            print(f"{way}: {right} of {len(graded)} right, {right / len(graded):.0%}")
+    for report in (x for x in reports if not x.classes):
+        print(f"\n{report.source}, to be judged by a reader\n  text: {report.text}")
+        print(f"  expected: {report.expected}")
+        for way, text in (("with its facts", report.facts), ("its text alone", report.text)):
+            found = explain(text)
+            print(f"  {way}: {found.fault}: {found.title}\n    -> {found.remedy[0]}")
 
 
 def print_own_reports() -> None:
