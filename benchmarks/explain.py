@@ -3,9 +3,9 @@
     python benchmarks/explain.py
     python benchmarks/explain.py --reports reports.json
 
-Six questions, each a table: every distinct message alone; every report with the facts it names, as
-someone pastes them; texts and whole reports of our own; what the libraries themselves say about
-precision; and messages that have nothing to do with it.
+Seven questions: every distinct message alone; every report with the facts it names, as
+someone pastes them; texts and whole reports of our own; messages of 2026; what the libraries themselves
+say about precision; and messages that have nothing to do with it.
 
 With `--reports` the reports of another file are asked, and nothing is stored. Its entries have `text`,
 `device`, `model`, perhaps `title`, and the right answer in one of two forms: `expected_class`, class names
@@ -241,11 +241,37 @@ def print_own_reports() -> None:
         print("```\n")
 
 
+def find_mistakes(case: dict[str, Any]) -> list[str]:
+    """What an answer to a message of 2026 gets wrong: its class, its first line, what it may not say."""
+    found = explain(case["text"])
+    said = "\n".join((found.title, found.why, *found.remedy, *found.run_next))
+    mistakes = [] if found.fault in case["faults"] else [f"class {found.fault}"]
+    if not re.search(case.get("first", ""), found.remedy[0]):
+        mistakes.append(f"first line {found.remedy[0]}")
+    if "never" in case and (match := re.search(case["never"], said)):
+        mistakes.append(f"it says {match[0]}")
+    if list(found.run) != case.get("run", list(found.run)):
+        mistakes.append(f"the run {', '.join(found.run)}")
+    return mistakes
+
+
+def print_messages_2026() -> None:
+    """How many messages of 2026 are answered rightly in class, first line and run, and which are not."""
+    cases = tomllib.loads((CASES / "messages_2026.toml").read_text(encoding="utf-8"))["message"]
+    wrong = [(case["text"], found) for case in cases if (found := find_mistakes(case))]
+    print(
+        "\n## Messages of 2026\n\nThe class is right, the first line is the fix, the run is that of the"
+    )
+    print(f"text, and nothing wrong is said: {len(cases) - len(wrong)} of {len(cases)}.")
+    for text, found in wrong:
+        print(f"- `{text[:90]}`: {'; '.join(found)}".replace("\n", " "))
+
+
 def print_unrelated() -> None:
     """The table of what is not ours."""
     print("\n## Messages that are no failure of precision\n\n| message | answered |\n|---|---|")
     for message in read_unrelated():
-        print(f"| `{message[:90]}` | {list_answers(message)[0]} |")
+        print(f"| `{message.splitlines()[-1][:90]}` | {list_answers(message)[0]} |")
     known = sum(list_answers(message)[0] != UNKNOWN for message in read_unrelated())
     print(f"\n{len(read_unrelated())} messages, {known} of them taken for ours.")
 
@@ -284,6 +310,7 @@ def print_tables(cases: list[Case]) -> None:
     print_reports(cases)
     print_families()
     print_own_reports()
+    print_messages_2026()
     print_libraries()
     print_lookups()
     print_unrelated()
