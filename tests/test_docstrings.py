@@ -7,11 +7,11 @@ import ast
 from test_layers import SOURCES, Sources, parse
 
 NO_VERBS = {
-    "a", "all", "an", "around", "as", "at", "bits", "by", "bytes", "each", "every",
-    "everything", "findings", "formats", "how", "it", "its", "largest", "names", "no",
-    "none", "of", "one", "path", "paths", "seconds", "so", "some", "that", "the", "these",
-    "they", "this", "those", "true", "values", "what", "where", "whether", "which", "who",
-    "why", "with", "without",
+    "a", "after", "all", "an", "around", "as", "at", "before", "bits", "by", "bytes", "during",
+    "each", "every", "everything", "findings", "formats", "how", "if", "it", "its", "largest", "names",
+    "no", "none", "of", "one", "path", "paths", "seconds", "so", "some", "that", "the", "these",
+    "they", "this", "those", "true", "values", "what", "when", "where", "whether", "which",
+    "while", "who", "why", "with", "without",
 }  # fmt: skip
 """First words of sentences that say what something is, and not what a function does."""
 

@@ -65,7 +65,7 @@ def count_by_tracker(module: nn.Module, x: torch.Tensor) -> float:
 
 
 def count_by_hooks(module: nn.Module, x: torch.Tensor) -> float:
-    seen = fallback._observe(module, [(module, (x,), {})])
+    seen = fallback._measure_calls(module, [(module, (x,), {})])
     parts = sum(matrix.flops for matrix in seen.matrices.values())
     assert parts in (seen.flops, 0)
     return seen.flops
@@ -101,7 +101,7 @@ def test_attention_on_the_cpu_is_counted() -> None:
 
     x = torch.ones(1, 2, 5, 8)
     expected = 4.0 * 2 * 5 * 5 * 8
-    assert fallback._observe(Attention(), [(Attention(), (x,), {})]).flops == expected
+    assert fallback._measure_calls(Attention(), [(Attention(), (x,), {})]).flops == expected
     assert count_by_tracker(Attention(), x) == expected
 
 

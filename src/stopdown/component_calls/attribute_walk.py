@@ -1,4 +1,5 @@
-"""Search for the modules of any program by walking its attributes.
+"""Find the modules of any program, which isn't a pipeline, by walking its attributes.
+
 Not covered: modules behind properties, closures and slots: give them by name, in a dict.
 """
 

@@ -116,12 +116,15 @@ def find_callees(program: Any) -> tuple[Callee, ...]:
 
 
 def check_run(program: Any, run: Any, arguments: Any, name: str) -> bool:
-    """Check a user's `run` and `arguments`; return whether the program is run by `run`, not by its call.
+    """Check that a user gave what running a program takes: a `run` function, or arguments for a pipeline.
 
     Args:
         run: a function that runs the program; None without one.
         arguments: of a pipeline's call; None without any.
         name: of the public function, for messages.
+
+    Returns:
+        Whether the program is run by `run`, and not by its own call.
 
     Raises:
         InputError: a pipeline was given a `run`; or another program has no `run`, or was given arguments.
@@ -187,7 +190,7 @@ def list_call_names(name: str, module: Any) -> tuple[str, ...]:
 
 
 def list_entrances(module: Any) -> tuple[str, ...]:
-    """List the methods that a pipeline calls on a component: `forward`, or `encode` and `decode`.
+    """List the methods by which a pipeline calls a component: `forward`, or `encode` and `decode`.
 
     A class without `forward`, such as Shap-E's renderer, is called by its methods `decode…`.
 
@@ -210,7 +213,7 @@ def _find_parts(pipe: Any) -> dict[str, torch.nn.Module]:
 
 
 def list_component_calls(modules: Mapping[str, torch.nn.Module]) -> tuple[Callee, ...]:
-    """List the component calls of modules, for an autoencoder one for each direction.
+    """Return a `Callee` for each way of calling these modules; an autoencoder has one for each direction.
 
     Args:
         modules: component's name → module.
@@ -222,7 +225,7 @@ def list_component_calls(modules: Mapping[str, torch.nn.Module]) -> tuple[Callee
 
 
 def list_methods(name: str, module: torch.nn.Module) -> tuple[Callee, ...]:
-    """List the component calls through which a component is used."""
+    """Return a `Callee` for each method by which a component is called."""
     return tuple(
         Callee(
             name_call(name, method),
@@ -307,7 +310,9 @@ COMFYUI = Adapter(
 
 
 def _find_outermost(program: Any) -> dict[str, torch.nn.Module]:
-    """Return the outermost modules of any program, and the modules whose methods it names."""
+    """Return the modules of a program that aren't part of another, and the modules whose methods it
+    names.
+    """
     parts = find_parts(program)
     owners = {name.rpartition(".")[0] or name: owner for name, (owner, _) in parts.methods.items()}
     inner = {id(x) for module in parts.modules.values() for x in list(module.modules())[1:]}
@@ -315,7 +320,7 @@ def _find_outermost(program: Any) -> dict[str, torch.nn.Module]:
 
 
 def _list_named_calls(program: Any) -> tuple[Callee, ...]:
-    """List the methods that a program is known to call: named ones, and those of autoencoders."""
+    """List the calls that a program is known to make: methods that it names, and those of autoencoders."""
     parts = find_parts(program)
     callees = [
         callee
@@ -354,7 +359,7 @@ def is_of_transformers(module_class: type) -> bool:
 
 
 class _ConfigRead(Exception):
-    """Raised to stop `from_pretrained` as soon as the config is known."""
+    """Raised to stop a class's `from_pretrained` once it has read its config, before it loads weights."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -384,7 +389,7 @@ def read_config(module_class: Any, folder: Path) -> Any:
 
 
 def holds_models(module_class: type) -> bool:
-    """Return whether a Diffusers class is only a container of models that each have a folder.
+    """Return whether a Diffusers class only contains models that each have a folder of their own.
 
     `MultiControlNetModel` is one, with `controlnet`, `controlnet_1`…
     """
@@ -394,7 +399,7 @@ def holds_models(module_class: type) -> bool:
 def load_held(
     module_class: Any, folder: Path, load: Callable[[Any, Path], torch.nn.Module]
 ) -> torch.nn.Module:
-    """Load a component that is only a container of models, from the folders that its own code chooses.
+    """Load a component that only contains other models, from the folders that its own code chooses.
 
     Args:
         load: loads one of the models, given its class and its folder.
@@ -498,7 +503,11 @@ def cast_component_(
 
 
 def put_precision(module: torch.nn.Module, dtype: torch.dtype, patches: Patches) -> None:
-    """Cast a module like `cast_component_` until `patches` is undone; old weights stay in memory."""
+    """Cast a module to a dtype, as if it had been loaded so, until `patches` is undone; old weights
+    stay in memory.
+
+    Submodules that its authors keep in fp32 stay so.
+    """
     for tensor in module.state_dict(keep_vars=True).values():
         if tensor.is_floating_point():
             patches.defer(functools.partial(setattr, tensor, "data", tensor.data))
@@ -508,7 +517,10 @@ def put_precision(module: torch.nn.Module, dtype: torch.dtype, patches: Patches)
 def list_block_paths(
     module: torch.nn.Module, kinds: tuple[type[torch.nn.Module], ...] = (torch.nn.ModuleList,)
 ) -> tuple[str, ...]:
-    """List the paths of a component's blocks: the members of its outermost `kinds`."""
+    """List the paths of a component's blocks, such as `transformer_blocks.7`.
+
+    They are the members of its outermost modules of the given kinds.
+    """
     lists = [path for path, part in module.named_modules() if isinstance(part, kinds)]
     return tuple(
         f"{path}.{name}" if path else name

@@ -33,7 +33,7 @@ class _LayerHolder(SameInCopies):
 
 
 def put_run_layer(pipe: Any, layer: Layer, patches: Patches) -> None:
-    """Route the calls of one pipeline through `layer`, until `patches` is undone or the pipeline is gone.
+    """Run a function around each call of one pipeline, until `patches` is undone or the pipeline is gone.
 
     Python looks `__call__` up in the class, so the class is patched; other pipelines of the class aren't
     affected. A pipeline without `__call__` is left alone.
@@ -80,7 +80,9 @@ def _bind(
 
 
 def intercept_runs(layer: Layer, patches: Patches) -> None:
-    """Route the calls of every pipeline that is created from now on through `layer`."""
+    """Run a function around each call of every pipeline that is created from now on, until `patches` is
+    undone.
+    """
     from diffusers import DiffusionPipeline
 
     wrapped: set[type] = set()
@@ -108,7 +110,7 @@ def _wrap_call(owner: type, layer: Layer, patches: Patches) -> None:
 
 
 def redirect_devices(target: str, announce: Callable[[str], None], patches: Patches) -> None:
-    """Redirect to `target` the pipelines, modules, tensors and generators that a script puts on CUDA.
+    """Put what a script wants to put on CUDA (pipelines, modules, tensors, generators) on `target` instead.
 
     If the target is the CPU, the script's calls that enable offloading are ignored.
 
@@ -161,7 +163,8 @@ def stop_without_kernels(patches: Patches) -> None:
 
 
 def _list_device_takers() -> list[tuple[Any, str]]:
-    """List (owner, name) of the functions with a device argument: they move, load or create tensors.
+    """List (owner, name) of the functions that take a device, to be redirected: they move, load or
+    create tensors.
 
     Those that create tensors are from PyTorch's own list, which it caches at the first use. The cache is
     cleared here before any function is replaced, because Transformers may have replaced `torch.linspace`

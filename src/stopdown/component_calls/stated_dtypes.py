@@ -1,4 +1,5 @@
-"""The `dtype` that components report to pipelines, which cast values between components to it.
+"""Keep pipelines from casting large activations to fp16 between components: report fp32 as a
+component's `dtype`.
 
 Some pipelines cast an encoder's output to `text_encoder.dtype` (LTX-2, Qwen-Image) or `transformer.dtype`
 (Kandinsky 5, Wan) in their own code, before Stopdown sees it. If the output may overflow in fp16,
@@ -6,6 +7,7 @@ components in fp16 report fp32 instead. The values then reach the next component
 arguments itself (`entrances`).
 
 **Catches** code that reads a component's `dtype` between calls.
+
 **Does not catch** code that reads a parameter's dtype, or names fp16 itself.
 """
 
@@ -104,7 +106,7 @@ def _make_getter(original: Callable[[Any], torch.dtype]) -> Callable[[Any], torc
 
 
 def _is_beside_wide(module: nn.Module, frame: FrameType | None) -> bool:
-    """Return whether the running code uses a module together with a wide one.
+    """Return whether the running code uses a module together with one that may return values beyond fp16.
 
     The stack is searched for an object that holds the module in an attribute, usually the pipeline, or else
     for a function that has it in a variable; its other attributes or variables are checked.

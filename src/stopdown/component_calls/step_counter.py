@@ -1,4 +1,4 @@
-"""Counter of denoising steps: as the pipeline reports them, or else from the calls of its scheduler.
+"""Count the denoising steps of a run: as the pipeline reports them, or else by the calls of its scheduler.
 
 Some loops of Diffusers pass the step, timestep and sigma of a denoiser's calls to its `cache_context`,
 which works without a pipeline as well.

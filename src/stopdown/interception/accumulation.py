@@ -1,4 +1,5 @@
-"""Accumulation modes of matrix products: PyTorch's switch, and the sums that fp16 accumulators would reach.
+"""Predict which matrix products would overflow if a kernel summed them in fp16, and set PyTorch's
+switch for that.
 
 An element of a matrix product is a sum of many products. Most hardware accumulates fp16 products in fp32
 and rounds once. Some kernels accumulate in fp16: tensor cores with fp16 accumulators (PyTorch's
@@ -10,10 +11,9 @@ Diffusion failed so under a compiler on A100 and A30, but not on V100, whose ker
 `accumulating` sets the switch inside a block. `find_sums` predicts from one call in fp32 which sums would
 overflow.
 
-Products are summed in groups of 16, as tensor cores do in principle. The order of real kernels differs, so
-a sum slightly beyond 65504 may or may not overflow on a given card.
-Convolutions are summed as implicit matrix products: one kernel position after the other, 16 channels at a
-time.
+Products are summed in groups of 16, as tensor cores do in principle. The order of real kernels differs,
+so a sum slightly beyond 65504 may or may not overflow on a given card. Convolutions are summed as
+implicit matrix products: one kernel position after the other, 16 channels at a time.
 
 Not covered: transposed convolutions, `einsum`, and products inside compiled code. The switch is global to
 the process: two threads that set it differently disturb each other.
@@ -70,7 +70,7 @@ def accumulating(in_fp16: bool | None) -> Iterator[None]:
 
 
 def bound_rounded_sum(largest: float, terms: int) -> float:
-    """Return a bound on the magnitude of every partial sum that is accumulated in fp16.
+    """Bound every partial sum of a matrix product that is accumulated in fp16, rounding errors included.
 
     With `|s_k| <= B` for each exact partial sum, m roundings by `(1 + d)`, `|d| <= u`, and at most `e` for
     a subnormal sum, the error grows by `E_k <= (1 + u) (E_{k-1} + e) + u B`. So a rounded sum is at most
@@ -110,7 +110,7 @@ class Sum:
         return self.largest <= FP16.largest
 
     def merged(self, other: Sum) -> Sum:
-        """Return the maxima of two calls of the same operation."""
+        """Return a record for both of two calls of the same operation, with the larger of each figure."""
         return Sum(
             self.path,
             self.operation,
@@ -136,7 +136,10 @@ class Sum:
 
 
 def find_sums(module: torch.nn.Module, call: Callable[[], object]) -> tuple[Sum, ...]:
-    """Measure the sums inside a call of a module, one `Sum` for each operation, the largest first.
+    """Measure the largest partial sums of matrix products in a module call, to see which would overflow
+    in fp16.
+
+    Return one `Sum` for each operation, the largest first.
 
     Args:
         call: makes the call, in fp32 so that nothing overflows.
@@ -161,7 +164,12 @@ After = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ProductReplacement(TorchFunctionMode):
-    """A function mode that computes products of plain tensors by `multiply`, if `wants` accepts both."""
+    """Torch function mode that computes matrix products, convolutions and attention by a given
+    `multiply` function.
+
+    Args:
+        wants: both operands have to satisfy it; other products are computed as usual.
+    """
 
     def __init__(self, multiply: Multiply, wants: Callable[[torch.Tensor], bool]) -> None:
         super().__init__()
@@ -187,7 +195,12 @@ def _multiply_noting(
     right: torch.Tensor,
     what: str,
 ) -> torch.Tensor:
-    """Multiply in fp32, and record in `found` the largest partial, final and group sums."""
+    """Multiply two matrices in fp32, and record in `found` the largest partial, final and group sums.
+
+    Args:
+        found: (module path, operation) → these figures and the number of terms.
+        what: `Sum.operation`.
+    """
     sizes: list[torch.Tensor] = []
 
     def note(part: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -206,7 +219,11 @@ def _multiply_noting(
 
 
 def _sum_in_pieces(left: torch.Tensor, right: torch.Tensor, each: After) -> torch.Tensor:
-    """Apply `sum_groups` to a few rows of `left` at a time, so that only the result is a large tensor."""
+    """Compute a matrix product by `sum_groups`, a few rows of `left` at a time, to save memory.
+
+    Args:
+        each: receives every partial sum.
+    """
     rows = _count_rows(left, right.shape[-1])
     if left.dim() < 2 or rows >= left.shape[-2]:
         return sum_groups(left, right, each)
@@ -225,7 +242,11 @@ def _count_rows(left: torch.Tensor, columns: int) -> int:
 
 
 def sum_groups(left: torch.Tensor, right: torch.Tensor, each: After) -> torch.Tensor:
-    """Compute a matrix product in fp32 group by group; replace the sum by `each` after every group."""
+    """Compute a matrix product in fp32, `GROUP` products at a time, as a tensor core does.
+
+    Args:
+        each: receives the group's sum and the sum so far, and returns the sum to continue with.
+    """
     left, right = left.float(), right.float()
     total: torch.Tensor | None = None
     for start in range(0, left.shape[-1], GROUP):

@@ -1,4 +1,4 @@
-"""Replacement of the tensors in a call's arguments, inside the caller's own lists and mappings.
+"""Cast or scale the tensors in a call's arguments, also inside the caller's own lists and mappings.
 
 Modules write into lists that they receive: the autoencoders of Wan and Qwen-Image cache the frames of the
 previous chunk in `feat_cache` and count in `feat_idx`. In a copy of such a list, these would be lost. So
@@ -40,7 +40,7 @@ def replace_tensors(
     names: Iterable[str] = (),
     keeps: Keeps = lambda name: False,
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Replaced]]:
-    """Replace the tensors in a call's arguments.
+    """Replace the tensors in a call's arguments by the results of a function, such as a cast.
 
     Args:
         change: returns the replacement of a tensor.
@@ -68,7 +68,9 @@ def replace_tensors(
 
 
 def put_back(replaced: list[Replaced]) -> None:
-    """Restore the items of a caller's lists and mappings, except those that the call has overwritten."""
+    """Undo `replace_tensors` in the caller's lists and mappings after a call, except for items that the
+    call overwrote.
+    """
     for container, key, before, during in reversed(replaced):
         try:
             is_ours = container[key] is during
@@ -110,10 +112,11 @@ def _replace_items(
 def hook_arguments(
     module: torch.nn.Module, change: Change, patches: Patches, *, rest: Change | None = None
 ) -> None:
-    """Hook a module to replace the tensors in its arguments at each call, until `patches` is undone.
+    """Register hooks that cast or otherwise replace the tensors in a module's arguments at each call.
 
     Args:
         change: returns the replacement of a tensor.
+        patches: undoing it removes the hooks.
         rest: replaces all tensors but the first; None applies `change` to all.
     """
     running: list[list[Replaced]] = []  # of the calls that run, the innermost last

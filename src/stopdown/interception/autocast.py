@@ -58,10 +58,11 @@ _WATCHERS: list[_Watcher] = []
 
 @contextlib.contextmanager
 def watched_autocast(*, is_off: bool = False) -> Iterator[list[torch.dtype]]:
-    """Yield a list that collects the dtypes of autocasts which this thread's code enters in the block.
+    """Collect the dtypes of `torch.autocast` regions that this thread's code enters in the block, in
+    the yielded list.
 
     Args:
-        is_off: disable these autocasts, so that fp32 values stay fp32.
+        is_off: disable these regions, so that fp32 values stay fp32.
     """
     watcher = _Watcher(threading.get_ident(), is_off)
     with CHANGING:
@@ -95,7 +96,7 @@ def _watch(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def leave_autocast(module: torch.nn.Module, patches: Patches) -> None:
-    """Hook a module so that its calls run without autocast, until `patches` is undone."""
+    """Run a module's calls without autocast, by hooks, until `patches` is undone."""
     running: list[contextlib.ExitStack] = []  # of the calls that run, the innermost last
 
     def enter(part: Any, args: Any) -> None:

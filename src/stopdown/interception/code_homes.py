@@ -1,4 +1,4 @@
-"""Classification of functions, hooks and callables by origin: Stopdown, a library, or the user."""
+"""Tell whose a function, hook or callable is: Stopdown's, a library's, or the user's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_from(value: Any, homes: tuple[str, ...]) -> bool:
 
 
 def is_own(value: Any) -> bool:
-    """Return whether a hook is Stopdown's own."""
+    """Return whether a hook or function was defined by Stopdown."""
     return is_from(value, (OWN,))
 
 

@@ -52,7 +52,8 @@ class ComponentLock:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Hold the shared lock during a call of this thread; wait while another thread changes the module.
+        """Hold the shared lock while this thread calls the module; wait while another thread changes
+        the module.
 
         A thread that is changing any module doesn't wait.
         """
@@ -78,7 +79,7 @@ class ComponentLock:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Hold the lock's mutex inside a short block that records results of calls; it must not wait."""
+        """Hold the lock's mutex in a short block that records results of calls; the block must not wait."""
         with self._turn:
             yield
 
@@ -89,7 +90,7 @@ class ComponentLock:
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[None]:
-        """Hold the lock exclusively inside the block: wait until no other thread calls the module.
+        """Hold the lock exclusively: wait until no other thread calls the module, and let none begin.
 
         If this thread is inside a call of the module, that call doesn't count meanwhile, so that several
         threads that wait inside calls don't deadlock.
@@ -116,7 +117,7 @@ class ComponentLock:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Hold the lock for a change: no other thread calls the module, or changes any module."""
+        """Hold the lock to change the module: no other thread calls it meanwhile, or changes any module."""
         with self.owned(), _ONE_CHANGE:
             before, _thread.is_changing = _thread.is_changing, True
             try:

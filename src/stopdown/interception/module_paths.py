@@ -78,7 +78,7 @@ class ModulePaths:
 
 
 def casts_weights(module: torch.nn.Module) -> bool:
-    """Return whether weights are cast to the input's dtype at each call, as by ComfyUI's operations.
+    """Return whether a module casts its weights to the input's dtype at each call, as ComfyUI's layers do.
 
     Such a module computes in the dtype of its arguments, so its weights keep their stored dtype.
     """

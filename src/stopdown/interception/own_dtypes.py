@@ -1,4 +1,4 @@
-"""Dtypes that modules keep outside of their weights, updated when the weights are cast.
+"""Update dtypes that modules keep outside of their weights, after the weights were cast.
 
 These are attributes `dtype`, to which code casts new tensors, and tensors in plain attributes with the 16
 bits in which a module was built, such as the bounding box of Shap-E's renderer. With weights in another

@@ -1,4 +1,4 @@
-"""Hooks that belong to a module as its weights do: casts and power-of-two scalings of inputs and outputs.
+"""Casts and scalings of a module's inputs and outputs by hooks that belong to it as its weights do.
 
 They are registered as forward hooks, so that compiled code, copies and calls without layers run them. But
 forward hooks run outside of all layers on `forward`: a guard there would check another output than its
@@ -70,9 +70,10 @@ class _OwnHooks:
 def hook_own_output(
     module: torch.nn.Module, hook: Hook, patches: Patches, *, prepend: bool = False
 ) -> None:
-    """Register an own hook that changes a module's output, until `patches` is undone.
+    """Register a hook that casts or scales a module's output inside all layers around its calls.
 
     Args:
+        patches: undoing it removes the hook.
         prepend: run the hook before others.
     """
     own = _find_own(module)
@@ -84,10 +85,11 @@ def hook_own_output(
 def hook_own_arguments(
     module: torch.nn.Module, change: Change, patches: Patches, *, rest: Change | None = None
 ) -> None:
-    """Register own hooks that change the tensors in a module's arguments, until `patches` is undone.
+    """Register hooks that cast the tensors in a module's arguments inside all layers around its calls.
 
     Args:
         change: a cast, because it may be applied twice.
+        patches: undoing it removes the hooks.
         rest: the cast of all tensors but the first; None applies `change` to all.
     """
     hook_arguments(module, change, patches, rest=rest)
@@ -98,7 +100,9 @@ def hook_own_arguments(
 def run_with_hooks(
     owner: torch.nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Call a module's `forward` below all layers, with the own hooks that are registered at this moment."""
+    """Call a module's `forward` with its own casts and scalings, once the layers around the call have
+    run.
+    """
     own: _OwnHooks | None = vars(owner).get(_OWN)
     if own is None:
         return original(*args, **kwargs)
@@ -135,7 +139,9 @@ def _begin(module: torch.nn.Module, args: Any) -> None:
 
 
 def _run_once(hook: Hook, module: torch.nn.Module, args: Any, output: Any) -> Any:
-    """Run an own hook, unless `run_with_hooks` ran it already, which compiled code bypasses."""
+    """Run a registered own hook, unless `run_with_hooks` ran it in this call; compiled code bypasses
+    that.
+    """
     if is_traced() or module not in _done.modules:
         return hook(module, args, output)
     return None

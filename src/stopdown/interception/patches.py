@@ -116,7 +116,9 @@ class Patches:
 
 
 class SameInCopies:
-    """Base class of objects that `copy.deepcopy` doesn't copy, because they belong to the original only."""
+    """Base class of objects that `copy.deepcopy` returns unchanged, because they belong to the original
+    only.
+    """
 
     def __deepcopy__(self, memo: object) -> Self:
         return self

@@ -25,7 +25,7 @@ class RandomSource(NamedTuple):
 
 
 def find_random(device: torch.device, arguments: Iterable[Any]) -> list[RandomSource]:
-    """List the generators that a call may draw from: the CPU's, the device's, and its arguments'."""
+    """List the random generators that a call may draw from: the CPU's, the device's, and its arguments'."""
     sources = [RandomSource(torch.get_rng_state, torch.set_rng_state)]
     if device.type not in ("cpu", "meta"):
         module = torch.get_device_module(device)
@@ -63,7 +63,8 @@ def save_random(device: torch.device, arguments: Mapping[Any, Any]) -> Restore:
 def kept_random(
     module: torch.nn.Module, args: Iterable[object], kwargs: Mapping[str, object]
 ) -> Iterator[None]:
-    """Restore the states of all generators that a module's call may draw from, after the block.
+    """Restore, after the block, the random generators that a module's call may draw from, so that it
+    can be repeated.
 
     Cost: a copy of about 5 KB on the host.
     """
@@ -79,7 +80,9 @@ def kept_random(
 
 @contextlib.contextmanager
 def seeded_generators(seed: int) -> Iterator[None]:
-    """Seed PyTorch's generators inside the block; restore the CPU's and current device's afterwards."""
+    """Draw random numbers from a seed inside the block; then restore the CPU's and current device's
+    generators.
+    """
     kind, device = torch.accelerator.current_accelerator(), torch.device("cpu")
     if (
         kind
@@ -97,7 +100,8 @@ def seeded_generators(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_noise() -> Iterator[None]:
-    """Let `torch.randn` on the CPU draw the same noise in fp16 and bf16 as in fp32, rounded.
+    """Let `torch.randn` on the CPU draw in fp16 and bf16 the same noise as in fp32, rounded, inside the
+    block.
 
     By itself, PyTorch draws other numbers in 16 bits (2.11.0), or other ones at the end of a tensor whose
     size isn't a multiple of 16 (2.13.0).

@@ -1,4 +1,5 @@
-"""Reuse of the results of repeated blocks and tiles in a dry run, and the signatures that tell them apart.
+"""Run one of several identical blocks or tiles in a dry run, and reuse its result and memory for the
+others.
 
 On tensors without values, the code of a block depends only on the shapes, strides, dtypes and plain values
 of its arguments and of the state on its modules. So one block or tile is run for all that have the same
@@ -28,7 +29,9 @@ _NUMBERS = ("layer_idx",)
 
 
 def sign_block(block: torch.nn.Module) -> str:
-    """Return a signature of what determines a block's memory use: submodules, weights, settings, hooks."""
+    """Return a string that is equal for blocks with the same memory use: submodules, weights' sizes,
+    settings, hooks.
+    """
     told: list[Any] = []
     for path, part in block.named_modules():
         attributes = {
@@ -51,7 +54,7 @@ def _describe_kind(value: Any) -> str:
 
 
 def sign_state(block: torch.nn.Module) -> str:
-    """Return a signature of a block's state other than its weights and buffers.
+    """Return a string that is equal if a block's attributes, other than weights and buffers, are alike.
 
     A tensor contributes its shape, strides and dtype, and a plain value its value.
     """
@@ -96,7 +99,8 @@ class GivenArguments:
         self._leaves, self._fixed = _hold(leaves), _hold(self._list_fixed())
 
     def describe(self, output: Any) -> BlockResult | None:
-        """Describe the block's output; return None if shapes alone don't suffice to reproduce it.
+        """Describe a block's output by shapes, to make it again without running the block; None if that
+        can't work.
 
         Each new tensor must own its memory, only list arguments may have changed, and the block's state
         must have the same signature as before.
@@ -144,7 +148,8 @@ class BlockResult:
     lists: list[list[Any]]
 
     def give_again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Reproduce the result for other arguments: fill their lists and return the output.
+        """Make a block's result for other arguments: fill their lists as the block did, and return its
+        output.
 
         New tensors are allocated; tensors that the block passed through are those of `args` and `kwargs`.
         """
@@ -199,7 +204,9 @@ def _is_same(before: Any, leaf: Any) -> bool:
 
 
 def _own_their_memory(made: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
-    """Return whether each tensor in `made` fills a storage that no other tensor shares."""
+    """Return whether each tensor in `made` fills a storage of its own, so that it can be allocated
+    again by its size.
+    """
     storages = [x.untyped_storage() for x in made]
     others = [x.untyped_storage() for x in given]
     own = {*map(id, storages)} - {*map(id, others)}

@@ -1,4 +1,4 @@
-"""Tracker of live tensor memory: a dispatch mode that counts bytes operation by operation.
+"""Count the bytes of live tensors, operation by operation, while code runs on real or fake tensors.
 
 Every storage that an operation returns counts until its last tensor dies, as in an allocator, because
 Python drops it at the same moment. This works on fake tensors too, which own no memory, so a call of a
@@ -77,7 +77,7 @@ class StorageTracker(TorchDispatchMode):
                 self._watch(storage, storage.nbytes())
 
     def restart(self) -> int:
-        """Reset the peak to the live bytes and return the previous peak."""
+        """Return the peak so far, and begin to measure another from the live bytes on."""
         before, self.peak_bytes = self.peak_bytes, self.live_bytes
         return before
 

@@ -120,7 +120,7 @@ class Pool:
         return -(-(size - there) // self.page) * self.page
 
     def find(self, size: int) -> Block | None:
-        """Find the smallest free block of at least `size` bytes, or None.
+        """Return the smallest free block of at least `size` bytes; None if there is none.
 
         The last block of an expandable segment is used only if no other fits.
         """

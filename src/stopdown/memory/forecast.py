@@ -1,4 +1,5 @@
-"""Predicted memory and time of every memory strategy of a pipeline, and the fastest below a limit.
+"""Predict the memory and time of a pipeline under every memory strategy, and choose the fastest below a
+limit.
 
 If the device's speed is known, each strategy's time is estimated: its FLOPs at the rate of a large matrix
 product, plus its weight transfers at the bandwidth between host and device. Otherwise strategies are
@@ -80,9 +81,10 @@ def predict_all(
     progress: Callable[[int, int], None] | None = None,
     room: Room = NO_LIMIT,
 ) -> Fit:
-    """Predict every strategy, with one dry run for each variant of the calls (tiling, pieces, chunks).
+    """Predict the memory of a run under every strategy, with one dry run for each variant of the calls.
 
-    A variant is left out if its outputs have other shapes, because its tiles don't fit the run's size.
+    Variants are tiles, pieces of attention, and chunks of frames. A variant is left out if its outputs have
+    other shapes, because its tiles don't fit the run's size.
 
     Args:
         fused: whether attention runs in a kernel that keeps no score matrix.
@@ -134,7 +136,7 @@ def predict_all(
 def predict_resident(
     pipe: Any, arguments: Mapping[str, Any], *, on_cpu: bool, answers: Answers | None = None
 ) -> Fit:
-    """Predict only the strategy that keeps all weights on the device, for one denoising step."""
+    """Predict the memory of a run with all weights on the device, from a dry run of one denoising step."""
     given = {**arguments, "num_inference_steps": 1}
     run = listen_to_run(pipe, given, MemoryListener(on_cpu=on_cpu), answers)
     return Fit((predict(run, Strategy(), steps=1),), sides=_find_sides(run))
@@ -165,7 +167,7 @@ def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
 
 
 def count_disk(fit: Fit, host_limit: int) -> Fit:
-    """Re-estimate times with weights read from disk, if offloaded weights exceed the host memory."""
+    """Estimate times again with weights read from disk, if host memory can't hold the offloaded weights."""
     stored = max(one.stored_bytes for one in fit.predictions)
     if fit.speed is None or stored <= host_limit:
         return fit
@@ -182,7 +184,7 @@ def _fits(prediction: Prediction, limit_bytes: int) -> bool:
 
 
 def keep_tiling(fit: Fit, tiling: bool) -> Fit:
-    """Return only the predictions with tiled decoding, or only those without.
+    """Return only the predictions with tiled decoding, or only those without, as a user asked.
 
     Tiling is the only native setting that changes the picture.
     """

@@ -1,10 +1,11 @@
-"""`Offloader`: runs a pipeline with a memory strategy, and with a smaller one after an out-of-memory error.
+"""`Offloader`: run a pipeline with a memory strategy, and with a smaller one after an out-of-memory error.
 
 The call that failed is run again with the same arguments; earlier results stay. The smaller strategy
 applies to the rest of the run. The weights of a group (a component, a block, a layer) stay in a store
 (`weight_stores`) until they are needed.
 
 **Catches** out-of-memory errors inside of component calls.
+
 **Does not catch** those outside of calls, a process that the system kills instead of refusing memory, and
 code that reads the values of a module's weights outside of its `forward`.
 """
@@ -156,7 +157,8 @@ def predict_run(
     device: str = "cpu",
     workspace_bytes: int | None = None,
 ) -> Fit:
-    """Predict every strategy from dry runs of a pipeline, the fastest first.
+    """Predict the memory and time of a pipeline's run under every strategy, by dry runs; the fastest
+    comes first.
 
     Args:
         fused: whether attention runs in a kernel that keeps no score matrix.
@@ -185,7 +187,10 @@ def make_offloader(
     store: Path | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> Offloader:
-    """Make an offloader with the fastest strategy within a limit.
+    """Make an offloader with the fastest strategy that stays within a limit.
+
+    Args:
+        fit: predictions of all strategies.
 
     Raises:
         StopdownError: no strategy fits.
@@ -237,10 +242,13 @@ def put_placement(
     store: WeightStore,
     patches: Patches,
 ) -> None:
-    """Offload a pipeline's weights to a store, and hook its modules so that they load them when needed.
+    """Offload a pipeline's weights, and hook its modules so that they load them when they run.
 
     Undoing `patches` removes the hooks; `WeightStore.close` restores the weights. Every call of a component
     has to go through `WeightStore.run_call`. Weights that an earlier strategy offloaded stay in the store.
+
+    Args:
+        strays: component → module path → modules that read its weights while it doesn't run.
     """
     store.clear()
     for name, module in find_components(pipe).items():

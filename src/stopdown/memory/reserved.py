@@ -1,4 +1,5 @@
-"""Forecast of the memory that a caching allocator reserves, by replaying the events of a dry run.
+"""Predict the memory that PyTorch's caching allocator reserves in a run, by replaying a dry run's
+allocations.
 
 The events are replayed through `CachingAllocator`, with weights loaded and dropped as the placement
 does, and with cuBLAS's workspace. The result is the smallest limit under which nothing runs out of
@@ -66,7 +67,9 @@ def replay(
 
 
 class _Weights:
-    """The weights on the simulated device, loaded and dropped according to a strategy's placement."""
+    """Allocates and frees a run's weights on a simulated device, when its placement would load and drop
+    them.
+    """
 
     def __init__(self, run: RunMemory, strategy: Strategy, allocator: CachingAllocator) -> None:
         self._run, self._placement, self._allocator = run, strategy.placement, allocator
@@ -111,7 +114,7 @@ class _Weights:
                 self._drop(path)
 
     def _find_units(self) -> dict[str, list[int]]:
-        """Map the path of each loading unit to the bytes of each of its tensors."""
+        """Map the path of each group of weights that is loaded together to the bytes of its tensors."""
         name = self._current
         if self._placement in ("resident", "component"):
             return {}

@@ -1,4 +1,4 @@
-"""Memory of a pipeline run, measured in a dry run: the peaks of each component call, and the weights.
+"""Measure the memory of a pipeline's run by a dry run: the peak of each component call, and the weights.
 
 Every storage is counted while the code runs without weights, so sizes, lifetimes, tiling, slicing and
 chunking are those of the real code, not of a formula. Of identical blocks (the same submodules, sizes,
@@ -140,7 +140,7 @@ def listen_to_run(
 
 
 class MemoryListener(Listener):
-    """A listener that measures the memory of a dry run."""
+    """Measures the memory of a pipeline's run while `dry_run` runs it."""
 
     ends_at_decoder = False
     most_steps = MOST_STEPS
@@ -165,7 +165,11 @@ class MemoryListener(Listener):
         self._trace: list[CallMemory | list[Event]] = []
 
     def conclude(self, pipe: Any) -> RunMemory:
-        """Return the memory of the finished run; weight sizes are those of `pipe`, skeleton or loaded."""
+        """Return the memory of the finished run.
+
+        Args:
+            pipe: skeleton or loaded pipeline, for the sizes of weights.
+        """
         parts = find_components(pipe)
         return RunMemory(
             calls=tuple(self._calls),
@@ -185,7 +189,9 @@ class MemoryListener(Listener):
         return self._tracker
 
     def sign(self, call: ComponentCall) -> str:
-        """Return a signature of the device's and pipeline's settings that change a call's memory."""
+        """Return a string of the settings that change a call's memory, so that cached results are told
+        apart.
+        """
         return f"{self._fused}|{self._on_cpu}|{self._sign(call)}"
 
     def begin(self, run: DryCall) -> None:
@@ -251,7 +257,8 @@ class MemoryListener(Listener):
                 patches.set_attribute(block, "forward", once)
 
     def _run_blend(self, known: dict[str, int], code: Callable[..., Any], *given: Any) -> Any:
-        """Blend one row of the seam of two tiles, and none if a seam of the same shapes was blended before.
+        """Blend one row of the seam between two tiles, and none if a seam of the same shapes was
+        blended before.
 
         A model blends row by row, and each row takes the same memory.
 
@@ -381,7 +388,13 @@ def _find_homes(module: torch.nn.Module) -> dict[int, list[str]]:
 def _note_strays(
     found: dict[str, frozenset[str]], homes: Mapping[int, list[str]], paths: ModulePaths, args: Any
 ) -> None:
-    """Record the arguments of an operation that are weights of a module that isn't running."""
+    """Record which arguments of an operation are weights of a module that isn't running, as offloading
+    must load them.
+
+    Args:
+        found: module path → modules that read its weights; entries are added.
+        homes: `id` of a parameter → paths of the modules that hold it.
+    """
     for holders in (homes.get(id(value), ()) for value in args):
         if holders and not any(home in paths.stack for home in holders):
             _join(found, dict.fromkeys(holders, frozenset({paths.current})))

@@ -1,9 +1,9 @@
 """Memory strategies, and the prediction of each one's peak from a dry run; applies nothing.
 
 A strategy states where unused weights are (`placement`), and how the calls themselves are made smaller:
-by the autoencoder's tiles, few frames at a time, or layers and attention in pieces.
-The peak of a placement follows from the dry run: at each moment, the live activations and the weights of
-the running modules are on the device.
+by the autoencoder's tiles, few frames at a time, or layers and attention in pieces. The peak of a
+placement follows from the dry run: at each moment, the live activations and the weights of the running
+modules are on the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Stores of offloaded weights: host memory if the weights fit there, else files.
+"""Keep a pipeline's offloaded weights in host memory, or in files if they don't fit there, and load
+them for calls.
 
 Weights that were left in the checkpoint's files are read from there each time, and scaled by their
 exponents. Others are written to temporary files if the run is on the CPU. Offloaded parameters keep shape,
@@ -92,7 +93,10 @@ class WeightStore(SameInCopies):
         self._current = ""
 
     def keep(self, component: str, group: WeightGroup, placement: Placement) -> None:
-        """Offload a group; `run_call` loads it if it belongs to a whole component or call."""
+        """Offload a group of weights.
+
+        If the group belongs to a whole component or call, `run_call` loads it.
+        """
         group.store()
         if placement == "component":
             self._callees[component] = group
@@ -115,7 +119,9 @@ class WeightStore(SameInCopies):
         return self._kept.get(id(tensor))
 
     def serve(self, module: torch.nn.Module, patches: Patches) -> None:
-        """Mark a component as offloaded to this store, until `patches` is undone."""
+        """Mark a component as offloaded to this store, so that other code finds its weights, until
+        `patches` is undone.
+        """
         patches.set_attribute(module, WAITING, self)
 
     @contextlib.contextmanager
@@ -149,7 +155,9 @@ class WeightStore(SameInCopies):
             self._kept[key].write(tensor.data)
 
     def cast(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Cast a module's stored weights, because pipelines cast an autoencoder before a call."""
+        """Cast a module's stored weights when a pipeline casts the module, as some do with an
+        autoencoder before a call.
+        """
         for tensor in module.parameters():
             if (
                 id(tensor) not in self._kept
@@ -171,7 +179,7 @@ class WeightStore(SameInCopies):
             tensor.untyped_storage().resize_(0)
 
     def bring(self, module: torch.nn.Module) -> None:
-        """Load a module's weights and buffers onto the device to stay there."""
+        """Load a module's weights and buffers onto the device for the rest of the run."""
         self.move_buffers(module)
         for tensor in module.parameters():
             if id(tensor) not in self._kept:
@@ -180,7 +188,9 @@ class WeightStore(SameInCopies):
                 self.load(tensor)
 
     def move_buffers(self, module: torch.nn.Module) -> None:
-        """Move a module's buffers to the device to stay there; they're small, and code reads them."""
+        """Move a module's buffers to the device for the rest of the run; they're small, and code reads
+        them.
+        """
         for buffer in module.buffers():
             self._move(buffer)
 
@@ -240,7 +250,8 @@ class WeightStore(SameInCopies):
             tensor.data = tensor.data.to(self._device)
 
     def _own(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        """Give a tensor its own storage on the device, because that of a mapped file can't be resized.
+        """Give a tensor a storage of its own on the device, because that of a memory-mapped file can't
+        be resized.
 
         The old storage is freed first, because a full device has no room for both.
         """

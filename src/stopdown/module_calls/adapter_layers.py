@@ -1,4 +1,4 @@
-"""Layers that PEFT puts around others, known by their attributes: no PEFT is imported."""
+"""Recognise layers that PEFT puts around others (LoRA, DoRA), by their attributes: no PEFT is imported."""
 
 from __future__ import annotations
 
@@ -16,18 +16,25 @@ def is_adapter_layer(module: object) -> bool:
 
 
 def unwrap_name(name: str) -> str:
-    """Return a parameter's or module's name without the `base_layer` of adapters around it."""
+    """Return the name that a parameter or module would have without PEFT: `proj.base_layer.weight` →
+    `proj.weight`.
+    """
     return f"{name}.".replace(".base_layer.", ".").removesuffix(".")
 
 
 def list_adapter_names(layer: Any) -> set[str]:
-    """Return the names of the adapters that a layer has, in use or not."""
+    """Return the names of the adapters in a PEFT layer, in use or not."""
     kinds = getattr(layer, "adapter_layer_names", ())
     return {name for kind in kinds for name in getattr(layer, kind, {})}
 
 
 def find_role_tensors(layer: Any, name: str) -> dict[str, torch.Tensor]:
-    """Map the roles (`lora_B`, `magnitude`) in one adapter of a layer to its tensors."""
+    """Map the roles of an adapter's tensors in a PEFT layer, such as `lora_B` or `magnitude`, to the
+    tensors.
+
+    Args:
+        name: of the adapter.
+    """
     found: dict[str, torch.Tensor] = {}
     for kind in layer.adapter_layer_names:
         holder = getattr(layer, kind, {})
@@ -43,5 +50,5 @@ def find_role_tensors(layer: Any, name: str) -> dict[str, torch.Tensor]:
 
 
 def list_adapter_layers(module: torch.nn.Module) -> list[Any]:
-    """List the layers of a module that PEFT put around others."""
+    """List the layers of a module that PEFT has wrapped."""
     return [layer for layer in module.modules() if is_adapter_layer(layer)]

@@ -1,4 +1,4 @@
-"""Tensor values that a call's Python code reads and may branch on, as part of the call's signature."""
+"""Put the tensor values that a call's Python code reads, and may branch on, into the call's signature."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class ComponentCall:
         return f"{self.callee.method}|{sign_arguments(self.args, self.kwargs)}"
 
     def proceed(self) -> Any:
-        """Continue the call in the next layer inwards, and return its output."""
+        """Continue an intercepted call in the next layer inwards, and return its output."""
         assert self.below is not None
         return self.below(*self.args, **self.kwargs)
 
@@ -117,7 +117,7 @@ class ComponentCall:
         return find_float_dtype(self.named, self.keeps)
 
     def list_beyond(self, dtype: torch.dtype) -> list[str]:
-        """Return the names of arguments whose finite values would overflow in a dtype.
+        """Return the names of arguments with finite values that a cast to `dtype` would turn into Inf.
 
         Masks are left out, because their casts keep them finite.
 
@@ -144,7 +144,8 @@ class ComponentCall:
         )
 
     def bring_to_finite(self) -> ComponentCall:
-        """Return the call with NaN and Inf replaced by 0, so that ranges can be measured.
+        """Return the call with NaN and Inf in its arguments replaced by 0, so that activations can be
+        measured.
 
         Cost: a host read for each floating argument.
         """
@@ -156,16 +157,20 @@ class ComponentCall:
         return replace(self, args=tuple(args), kwargs=kwargs)
 
     def begin_again(self, module: torch.nn.Module | None = None) -> Any:
-        """Repeat the call through all layers, on another module if one is given."""
+        """Repeat the call from its outermost layer, on another module if one is given."""
         owner = self.callee.owner if module is None else module
         return self.callee.bind(owner)(*self.args, **self.kwargs)
 
     def keeps(self, name: str) -> bool:
-        """Return whether an argument isn't cast between components, like timesteps and positions."""
+        """Return whether the argument of this name keeps its dtype when others are cast, as timesteps
+        and positions do.
+        """
         return is_kept(name, self.callee.keeps)
 
     def place(self, module: torch.nn.Module) -> PlainCall:
-        """Return the same call of another module (function, args, kwargs), with tensors on its device."""
+        """Return the call as (function, args, kwargs) for another module, with tensors moved to that
+        one's device.
+        """
         device = next(itertools.chain(module.parameters(), module.buffers())).device
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda x: x.to(device), (self.args, self.kwargs)
@@ -173,7 +178,8 @@ class ComponentCall:
         return self.callee.bind(module), args, kwargs
 
     def save(self, module: torch.nn.Module, device: torch.device) -> tuple[Restore, ...]:
-        """Save the states of random generators and step caches, which the call changes.
+        """Save the states of random generators and step caches before a call changes them, so that it
+        can be repeated.
 
         Returns:
             Functions that restore them.
@@ -252,13 +258,19 @@ def _list_objects(value: Any) -> Iterator[Any]:
 
 
 def _is_object(value: Any) -> bool:
-    """Return whether a value is a plain object with attributes: no tensor, module, type or function."""
+    """Return whether a value is an object with attributes that a call may set: no tensor, module, type
+    or function.
+    """
     plain = (torch.Tensor, torch.nn.Module, type, torch.Generator, enum.Enum)
     return hasattr(value, "__dict__") and not (isinstance(value, plain) or callable(value))
 
 
 def is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:
-    """Return whether an argument of this name keeps its dtype, by glob patterns such as `*timestep*`."""
+    """Return whether the argument of this name keeps its dtype when others are cast.
+
+    Args:
+        keeps: glob patterns of such names, as `*timestep*`.
+    """
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in keeps)
 
 
@@ -271,9 +283,10 @@ Values = TypeVar("Values", float, torch.Tensor)
 
 
 def find_meant(name: str, values: Values) -> Values:
-    """Return where the values of an argument are finite, or -Inf in a mask, which hides a score.
+    """Return where an argument's values are right: finite, or -Inf in a mask, which hides a score.
 
     Args:
+        name: of the argument.
         values: a number, or a floating tensor of any shape.
 
     Returns:
@@ -291,7 +304,7 @@ def _bring_to_finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with NaN and Inf replaced by 0, or the tensor itself if it has none.
 
     Args:
-        is_mask: keep -Inf, which hides scores in masks.
+        name: of the argument; a mask keeps its -Inf.
     """
     if not (tensor.is_floating_point() and is_readable(tensor) and is_plain()):
         return tensor
@@ -305,7 +318,8 @@ _HELD: MutableMapping[torch.Tensor, tuple[int, bool]] = WeakIdKeyDictionary()
 
 
 def stays_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a cast to a dtype keeps all finite values finite; True if values can't be read.
+    """Return whether a cast to `dtype` turns no finite value of a tensor into Inf; True if values can't
+    be read.
 
     Inf and NaN that the tensor has already are ignored.
 
@@ -328,7 +342,7 @@ def stays_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def narrow_if_finite(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast a floating tensor to a dtype, unless its finite values would overflow; then return it as is."""
+    """Cast a floating tensor to a dtype, or return it unchanged if finite values would become Inf."""
     return _cast(tensor, dtype) if stays_finite(tensor, dtype) else tensor
 
 
@@ -425,7 +439,9 @@ def map_tensors(
 
 
 def sign_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return the signature that calls with the same graph share: shapes, dtypes and plain arguments."""
+    """Return a string that is equal for calls with the same graph: tensors' shapes and dtypes, and
+    plain arguments.
+    """
     leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
     return "|".join([str(spec), *map(_sign, leaves)])
 
@@ -440,7 +456,11 @@ def _sign(leaf: Any) -> str:
 def find_float_dtype(
     arguments: dict[str, Any], keeps: Callable[[str], bool] = is_kept
 ) -> torch.dtype | None:
-    """Return the dtype of the first floating tensor among the arguments that are cast; None without one."""
+    """Return the dtype of the first floating tensor among a call's arguments; None without one.
+
+    Args:
+        keeps: returns whether the argument of a name is left out, as it isn't cast.
+    """
     found: list[torch.dtype] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -452,7 +472,14 @@ def find_float_dtype(
 
 
 def explain_call(function: str, call: Callable[[], Any], error: Exception) -> None:
-    """Raise an error if an example call fails by itself, before anything is changed."""
+    """Run a user's example call by itself, and raise an `OptionError` if it fails even so.
+
+    Then the fault is in the example, and not in the function that was given it.
+
+    Args:
+        function: name of that function.
+        error: what it raised.
+    """
     try:
         with torch.no_grad():
             call()

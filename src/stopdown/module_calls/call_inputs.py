@@ -1,7 +1,7 @@
-"""What the inputs of a call are called, and how long, high and wide they are.
+"""Recognise a call's inputs by the names of its arguments (latents, timesteps, embeddings, masks), and
+read their sizes.
 
-Names are those that Diffusers and Transformers give their arguments: latents, embeddings, timesteps, rotary
-tables, masks and size conditions are known by them.
+Names are those that Diffusers and Transformers give their arguments.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ def name_inputs(
 def _list_inputs(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> list[tuple[str, torch.Tensor, bool]]:
-    """Return each tensor of a call with its argument's name, and whether it is an item of a list."""
+    """Return each tensor of a call, its argument's name, and whether it is an item of a list.
+
+    Args:
+        names: names of the positional arguments.
+    """
     leaves, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
     return [
         (_name(path, names), leaf, len(path) > 2 and isinstance(path[-1], pytree.SequenceKey))
@@ -102,7 +106,7 @@ def is_timestep(name: str, tensor: torch.Tensor) -> bool:
 
 
 def is_encoded(name: str) -> bool:
-    """Return whether an argument has the name of a text or image encoder's output."""
+    """Return whether the argument of this name takes a text or image encoder's output."""
     return any(word in name for word in _ENCODED)
 
 

@@ -1,4 +1,4 @@
-"""Interception of component calls by layers: functions that run around a method of a module.
+"""Run functions ("layers") around a method of a module, to check, cast, record or repeat its calls.
 
 The layers on one method of one object form a stack, called from the outermost to the innermost; the
 original method is called last, and its output is passed on unchanged. Each layer has a `Rank`, which
@@ -82,13 +82,15 @@ class _Stack:
         return self.original(*args, **kwargs)
 
     def follow(self) -> None:
-        """Use the class's current function as the original, if the owner's method was inherited."""
+        """Call the class's present function at the end, if the method was inherited and that has been
+        replaced since.
+        """
         now = getattr(type(self.owner), self.method, None)
         if self._is_inherited and getattr(self.original, "__func__", now) is not now:
             self.original = types.MethodType(cast(Any, now), self.owner)
 
     def hide(self, patches: Patches, method: str) -> None:
-        """Let this thread call the original method past the stack, until `patches` is undone."""
+        """Let this thread call the original method without the layers, until `patches` is undone."""
         patches.set_attribute(self.owner, method, _Bypass(self))
 
     def add(self, entry: tuple[Rank, Callee, Layer]) -> None:
@@ -221,7 +223,8 @@ _COMPILED = "_compiled_call_impl"
 
 
 class PartCall:
-    """A replacement of a submodule's compiled code that intercepts calls of the submodule by itself.
+    """Callable in place of a submodule's compiled code, by which calls of the submodule alone are
+    intercepted.
 
     Copies of the module don't have it.
     """
@@ -268,7 +271,7 @@ def is_in_call(whole: torch.nn.Module) -> bool:
 
 
 def show_parts(parts: list[PartCall]) -> None:
-    """Route calls of these submodules through their layers. Cost: 0.1 µs each."""
+    """Start to intercept calls of these submodules. Cost: 0.1 µs each."""
     for one in parts:
         if (found := one.own.get(_COMPILED)) is not one:
             one.code = found
@@ -276,7 +279,7 @@ def show_parts(parts: list[PartCall]) -> None:
 
 
 def hide_parts(parts: list[PartCall]) -> None:
-    """Undo `show_parts`; code that was compiled in the meantime stays."""
+    """Stop intercepting calls of these submodules; code that was compiled in the meantime stays."""
     for one in parts:
         if one.own.get(_COMPILED) is one:
             if one.code is None:
@@ -293,7 +296,9 @@ def find_code(module: object) -> Any:
 
 @contextlib.contextmanager
 def bared(module: torch.nn.Module) -> Iterator[None]:
-    """Bypass all layers of a module in this thread inside the block, so that a capture doesn't see them."""
+    """Call a module without its layers in this thread inside the block, so that a capture doesn't trace
+    them.
+    """
     stacks = {name: stack for name, found in vars(module).items() if (stack := _find_stack(found))}
     with Patches() as patches:
         for name, stack in stacks.items():
@@ -302,7 +307,7 @@ def bared(module: torch.nn.Module) -> Iterator[None]:
 
 
 def copy_layers(source: torch.nn.Module, target: torch.nn.Module, below: Rank) -> None:
-    """Copy a module's layers of a rank lower than `below` to a copy of the module.
+    """Give a copy of a module the original's layers of a rank lower than `below`.
 
     The layer of rank `ENDS`, which scales arguments, is left out: a copy without weights has no exponents.
     """
@@ -365,7 +370,10 @@ def put_cast(
 
 
 def find_module(callee: Callee) -> torch.nn.Module:
-    """Return the module whose weights a component call uses: that of its bound method, or its owner."""
+    """Return the module whose weights a component call uses.
+
+    That is the module of the called method, which may be bound to another object than the call's owner.
+    """
     method = getattr(callee.owner, callee.method)
     method = inspect.unwrap(method, stop=lambda found: hasattr(found, "__self__"))
     owner = getattr(method, "__self__", None)

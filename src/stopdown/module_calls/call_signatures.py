@@ -8,6 +8,7 @@ other branch.
 **Catches** which tensors are passed, also in lists, tuples and mappings; their kind and number of
 dimensions; flags, strings, integers and objects; floats that are 0, with which code skips work; flags
 that the module's config decides.
+
 **Does not catch** branches on any other float or on the values of a tensor; integers that are times or
 strengths by their names; attributes of a module (`module_settings`).
 """
@@ -117,7 +118,13 @@ def resize_call(
     kwargs: Mapping[str, Any],
     sizes: Sizes,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return a call's arguments in other sizes, with tensors on `meta`; None if the sizes don't match."""
+    """Return a call's arguments with its tensors in other sizes, on `meta`, to run it without values.
+
+    Return None if the sizes don't match the arguments.
+
+    Args:
+        sizes: from `list_argument_sizes`.
+    """
     names = _read_parameters(type(module), method)[0]  # type: ignore[arg-type]
     given, left = _name_arguments(names, args, kwargs), iter(sizes)
 
@@ -141,7 +148,8 @@ def resize_call(
 
 
 def list_other_arguments(owner: type, signatures: Collection[str]) -> tuple[str, ...]:
-    """List the arguments that may select other branches and that none of the signatures contains.
+    """List a class's arguments that may select other branches and that none of the known signatures
+    contains.
 
     Args:
         owner: the class of the module.
@@ -176,7 +184,9 @@ def _read_parameters(
 
 
 def describe_argument(name: str, value: Any) -> Iterator[str]:
-    """Yield an argument's parts of a signature: its name and kind, or each kind in it if it's nested."""
+    """Yield what a call signature says of an argument: its name and kind, as `mask[2d]`, also of nested
+    values.
+    """
     if isinstance(value, torch.Tensor):
         kind = "bool" if value.dtype == torch.bool else f"{max(value.dim(), 1)}d"
         yield f"{name}[{kind}]"

@@ -55,7 +55,7 @@ class Callee:
         return _read_names(type(self.owner), self.method)  # type: ignore[arg-type]
 
     def bind(self, module: torch.nn.Module) -> Callable[..., Any]:
-        """Return the callable for this target on another module: the module, or its bound method."""
+        """Return the callable for the same method of another module: the module itself for `forward`."""
         return module if self.method == "forward" else getattr(module, self.method)
 
 

@@ -1,4 +1,4 @@
-"""Arguments beyond the range of a component's number format, which are passed on in fp32.
+"""Accept arguments that a component's fp16 can't represent: pass them on in fp32 up to the first norm.
 
 An encoder may return states beyond 65504 to a denoiser in fp16. Most denoisers apply a norm to such
 states, or one matrix and then a norm. So the states are passed on in fp32, and the layers that receive them
@@ -7,6 +7,7 @@ compute in fp32, up to the first output that fp16 can represent.
 **Catches** linear layers, convolutions and norms of PyTorch; norms that upcast their inputs themselves;
 by its output, code that casts to fp16 itself or doesn't accept two dtypes: such a call is refused, or left
 to a guard.
+
 **Does not catch** masks, whose casts keep them finite (`cast_mask`); Inf that code computes from an
 argument and then hides.
 """
@@ -33,7 +34,9 @@ from stopdown.numerics import bound_values, is_readable, iterate_tensors, measur
 
 
 class ReplacedError(Exception):
-    """Raised if the exponents were replaced or removed while a call waited: the call begins again."""
+    """Raised if a module's exponents were replaced or removed while a call waited: the call is made
+    again.
+    """
 
 
 class BeyondError(ScalingError):
@@ -42,7 +45,8 @@ class BeyondError(ScalingError):
 
 @dataclass
 class Entrance:
-    """Casts the arguments of one component's calls, and passes those that would overflow in fp32.
+    """Casts the arguments of a component's calls to its dtype, but passes those that would overflow on
+    in fp32.
 
     Attributes:
         dtype: to which arguments are cast; None if it's passed for each call.
@@ -56,7 +60,7 @@ class Entrance:
     _layers: dict[nn.Module, _WideLayer] = field(default_factory=dict)
 
     def proceed(self, call: ComponentCall, dtype: torch.dtype, *, refuses: bool) -> Any:
-        """Continue a call with its arguments cast to `dtype`, except in fp32 those that would overflow.
+        """Continue a call with its arguments cast to `dtype`; those that would overflow stay in fp32.
 
         Args:
             refuses: raise `BeyondError` if the call fails on fp32 or its output isn't finite; False returns

@@ -1,4 +1,5 @@
-"""State that a module keeps between calls: buffers, attributes and hooks that a call changes.
+"""Notice and restore state that a module keeps between calls: buffers, attributes and hooks that a call
+changes.
 
 Exponents are found for calls that depend only on their arguments. A module that updates a running mean,
 counts its calls or caches a result computes something else the second time, so results can't be compared,
@@ -7,6 +8,7 @@ and the cached values would have to be rescaled as well.
 **Catches** buffers that are written or replaced; attributes that are set; lists, sets and mappings in
 attributes whose contents change; hooks on submodules, such as those that Transformers registers at the
 first call that requests hidden states.
+
 **Does not catch** state inside of other objects, or in variables outside of the module.
 """
 
@@ -28,7 +30,7 @@ from stopdown.numerics import count_writes, has_values
 
 
 class KeptState:
-    """A snapshot of a module's buffers, attributes and hooks.
+    """A snapshot of a module's buffers, attributes and hooks, to find and undo what a call changes.
 
     Cost: a copy of every buffer, as long as the snapshot exists.
     """
@@ -119,7 +121,11 @@ def _list_tables(part: torch.nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 def describe_kept(module: torch.nn.Module, names: list[str]) -> str:
-    """Describe in a sentence the state that a module keeps between calls."""
+    """Describe, in a sentence for an error, the state that a module keeps between calls.
+
+    Args:
+        names: from `KeptState.list_changes`.
+    """
     return f"{type(module).__name__} keeps {list_some(names)} from one call to the next."
 
 
@@ -149,7 +155,9 @@ def _refill(value: Any, held: Any) -> None:
 
 
 def _mark(found: tuple[Any, Any] | None) -> Any:
-    """Return a key to compare an attribute with: the value of a plain one, else the object's identity."""
+    """Return a key that differs if an attribute was changed: the value of a plain one, else the
+    object's identity.
+    """
     if found is None:
         return None
     value, held = found
@@ -166,9 +174,11 @@ def run_call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
 ) -> tuple[Any, bool]:
-    """Run a call; return its output and whether it drew random numbers. The generators are restored.
+    """Run a call so that it can be repeated: on copies of its arguments, with random generators
+    restored afterwards.
 
-    It receives copies of its tensors and containers, so that the call can be repeated.
+    Returns:
+        Its output, and whether it drew random numbers.
     """
     given = pytree.tree_map_only(torch.Tensor, torch.clone, (args, dict(kwargs or {})))
     weight = next(module.parameters(), None)

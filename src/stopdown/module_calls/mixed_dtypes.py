@@ -1,4 +1,4 @@
-"""Detection of operands of mixed dtypes: what to cast or keep in fp32 so that a module runs in fp16.
+"""Find the casts that a module needs in fp16 because its code mixes dtypes in one operation.
 
 Code that was written for autocast, or for weights that are cast at each call, mixes dtypes: a timestep
 embedding that is always fp32, an input upcast before a convolution, a norm that computes in fp32 with
@@ -8,6 +8,7 @@ must stay in fp32.
 
 **Catches** linears, convolutions, layer and group norms whose weight is a parameter, and products (`@`)
 with a parameter or a view of one.
+
 **Does not catch** products of two activations of different dtypes, and weights that are computed.
 """
 
@@ -58,7 +59,7 @@ MOST_OPERATIONS = 200_000
 
 
 def find_operands(call: Callable[[], Any], shadow: torch.nn.Module) -> Operands:
-    """Find the casts with which each operation of a call has operands of one dtype.
+    """Run a call, and find the casts that give each of its operations operands of one dtype.
 
     If the code fails even with these casts, the result covers it up to the failure.
 
@@ -109,7 +110,12 @@ def merge_operands(*several: Operands) -> Operands:
 def cast_operands(
     module: torch.nn.Module, operands: Operands, dtype: torch.dtype, patches: Patches
 ) -> None:
-    """Cast the inputs of the layers in `operands.cast_inputs` to `dtype`, that of their weights."""
+    """Register hooks by which layers cast their inputs to `dtype`, the dtype of their weights.
+
+    Args:
+        operands: paths of the layers, in `cast_inputs`.
+        patches: undoing it removes the hooks.
+    """
     for path in operands.cast_inputs:
         hook = hook_arguments if path else hook_own_arguments
         hook(module.get_submodule(path), partial(_cast, dtype), patches)
@@ -221,7 +227,7 @@ class _Watch(TorchFunctionMode):
         return self._agree({"input": right, "weight": left}, ("weight", "input"))
 
     def _find_name(self, tensor: Any) -> str:
-        """Return the name of a parameter, or of that which a view shows; "" for other tensors."""
+        """Return the name of a parameter, or of the parameter that a view shows; "" for other tensors."""
         if not isinstance(tensor, torch.Tensor):
             return ""
         return self._names.get(id(tensor)) or self._names.get(id(tensor._base), "")

@@ -1,4 +1,4 @@
-"""Detection of changes to the code that a module's calls run: methods, classes, functionals and hooks.
+"""Notice that somebody replaced code that a module's calls run: methods, classes, functionals and hooks.
 
 Exponents hold for the code that they were found for. If a layer's `forward` is replaced afterwards, as by
 adapters, step caches and token mergers, it computes with tensors that have no exponents.
@@ -6,6 +6,7 @@ adapters, step caches and token mergers, it computes with tensors that have no e
 **Catches** functions set on a submodule in place of its class's methods; another class of a submodule;
 changed methods of submodules' classes and of callable objects that they hold, such as attention
 processors; functions of `torch.nn.functional`; forward hooks on submodules and on all modules.
+
 **Does not catch** hooks and wrappers of libraries that place weights, compile or count, and then call the
 original; attention kernels, which compute the same; functions of other Python modules; changes inside
 functions that the known ones call.
@@ -57,11 +58,13 @@ def is_method(part: torch.nn.Module, name: str) -> bool:
 
 
 def find_own_code(part: torch.nn.Module, name: str, value: Any) -> Any:
-    """Return the function that replaces a module's method, without the wrappers of libraries.
+    """Return the function that a user has set in place of a module's method; `MISSING` if the class's
+    own runs.
 
-    Return `MISSING` if the class's own method runs.
+    Wrappers of libraries, which call the original, don't count.
 
     Args:
+        name: of the method.
         value: the instance attribute of that name.
     """
     of_class = _strip(inspect.getattr_static(type(part), name, None))
@@ -188,7 +191,9 @@ def is_alike_code(before: Any, now: Any) -> bool:
 
 
 def sign_code(parts: Sequence[tuple[str, torch.nn.Module]]) -> tuple[object, ...]:
-    """Return a signature of the code that calls of a module run, valid in this process.
+    """Return a key of the code that a module's calls run; it is equal as long as nobody replaces any.
+
+    It is valid in this process.
 
     Args:
         parts: (path, module) of the module itself and then of each submodule.
@@ -217,7 +222,7 @@ def _list_set_code(
 
 
 def _identify(value: Any) -> object:
-    """Return a key for a function's identity; for a bound method, its object's and function's ids."""
+    """Return a key of a function's identity: the ids of a bound method's object and function."""
     return id(getattr(value, "__self__", None)), id(getattr(value, "__func__", value))
 
 

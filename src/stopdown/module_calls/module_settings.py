@@ -1,4 +1,4 @@
-"""Detection of changes that users make to a module between calls: attributes, submodules, code.
+"""Notice that somebody changed a module between calls: attributes, submodules, code.
 
 Exponents hold for the branches that code took. `module.mode = "b"` selects another branch as an argument
 does, so changed settings are part of a call's signature. The weights of a replaced submodule, and the
@@ -8,6 +8,7 @@ tensors of a replaced function, have no exponents.
 changes inside short lists and mappings of numbers, flags and strings, such as an IP-Adapter's scales;
 submodules that are replaced, added or removed, except for adapters and compiled code around the original;
 functions, classes and hooks, as `module_code` finds them; training mode.
+
 **Does not catch** attributes that a call sets itself (`kept_state`); changes inside of other containers and
 objects; attributes that libraries set to load and place weights.
 """
@@ -108,7 +109,9 @@ class _Part:
                 yield (self.path, name), before, value
 
     def list_code(self) -> Iterator[tuple[Place, Any, Any]]:
-        """Yield changes of the class and of functions that replace methods: place, earlier, current."""
+        """Yield replaced code of this submodule, its class or its methods: place, earlier and present
+        function.
+        """
         now, kind = vars(self.module), type(self.module)
         for name in {**self.attributes, **now}:
             before, value = self.attributes.get(name, MISSING), now.get(name, MISSING)
@@ -143,7 +146,7 @@ def _list_inner(part: Any) -> Iterator[Any]:
 
 
 def sign_settings(module: torch.nn.Module) -> str:
-    """Return a hash of the code and the plain attributes that a module's calls depend on.
+    """Return a hash of the code and plain attributes that decide what a module's calls do.
 
     It's valid in this process only, and keeps no reference to the module.
     """
@@ -159,7 +162,9 @@ def sign_settings(module: torch.nn.Module) -> str:
 
 
 class ModuleSettings:
-    """The differences between a module's current settings and those at this object's creation."""
+    """Finds which settings of a module (attributes, submodules, code) differ from those at this
+    object's creation.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module, self._is_training = module, module.training
@@ -175,14 +180,16 @@ class ModuleSettings:
         self.note()
 
     def note(self) -> None:
-        """Accept the current settings, because a call or the folding of exponents has set them."""
+        """Accept the module's present settings as unchanged, because a call or the folding of exponents
+        has set them.
+        """
         held: list[_Part | Functions] = [*self._parts, *self._functions]
         for one in held:
             if not one.is_same():
                 one.note()
 
     def read(self) -> None:
-        """Record the settings that changed since the last `read` or `note`.
+        """Find the settings that were changed since the last `read` or `note`, for `describe`.
 
         Cost: a comparison of two dicts for each submodule and class, below 1 µs.
         """
@@ -238,7 +245,7 @@ class ModuleSettings:
         return tuple(sorted((*found, *self._put)))
 
     def set_on(self, skeleton: torch.nn.Module) -> None:
-        """Set the module's changed attributes and training mode on a copy of the module."""
+        """Give a copy of the module the same changed attributes and training mode."""
         parts = dict(skeleton.named_modules())
         for place, first in self._first.items():
             value = self._set.get(place, first)
@@ -252,7 +259,8 @@ class ModuleSettings:
 
 
 def _is_alike(before: Any, now: Any) -> bool:
-    """Return whether two values of an attribute select the same branches in code.
+    """Return whether an attribute's change from one value to another leaves the branches that code
+    takes the same.
 
     Tensors always do, plain values if they are equal, other objects only if they are identical.
     """

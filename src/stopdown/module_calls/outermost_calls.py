@@ -1,4 +1,4 @@
-"""Listeners for outermost module calls: those that aren't made inside of another module's call.
+"""Run functions around each outermost module call: one that isn't made inside another module's call.
 
 While there are listeners, `torch.nn.Module.__call__` is replaced: each listener is entered around each
 call that a thread makes outside of all modules. A method that a program calls on a module (`vae.decode`)
@@ -54,14 +54,14 @@ def find_outermost() -> torch.nn.Module | None:
 
 
 def is_enclosed(module: torch.nn.Module, method: str) -> bool:
-    """Return whether this thread is inside an outermost call other than this one."""
+    """Return whether this thread is inside an outermost call of another module or method than this one."""
     found = _thread.outermost
     return found is not None and (found[0] is not module or found[1] != method)
 
 
 @contextlib.contextmanager
 def entered(module: torch.nn.Module, method: str) -> Iterator[None]:
-    """Mark a call as its thread's outermost one inside the block, unless another is marked already."""
+    """Count a call as its thread's outermost one inside the block, unless another is in progress."""
     before = _thread.outermost
     _thread.outermost = before if before is not None else (module, method)
     try:
@@ -120,9 +120,10 @@ def _put_on() -> None:
 
 
 def _hands_on(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a module only passes a call on: it has no weights and receives a module to call.
+    """Return whether a module only passes a call on to a module among its arguments, as sgm's denoiser
+    does.
 
-    sgm's denoiser does so.
+    It then has no weights, and the other module's call is the outermost one.
     """
     is_given = any(isinstance(x, torch.nn.Module) for x in (*args, *kwargs.values()))
     return is_given and next(module.parameters(), None) is None
@@ -130,7 +131,9 @@ def _hands_on(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 @contextlib.contextmanager
 def _met(module: torch.nn.Module, method: str) -> Iterator[list[Ending]]:
-    """Run an outermost call inside the contexts of all listeners, and yield what they end it with."""
+    """Enter the context managers of all listeners around an outermost call; yield the functions that
+    end it.
+    """
     with entered(module, method), contextlib.ExitStack() as stack:
         wanted = _listeners
         if not is_plain():
@@ -141,7 +144,8 @@ def _met(module: torch.nn.Module, method: str) -> Iterator[list[Ending]]:
 
 
 def intercept_methods(methods: tuple[str, ...], patches: Patches) -> None:
-    """Let calls of these methods count as calls of their modules, until `patches` is undone.
+    """Count calls of methods such as `decode` as outermost calls of their modules, until `patches` is
+    undone.
 
     Args:
         methods: names. They are wrapped in each class that has all of them, once a module of it is created.
@@ -190,7 +194,9 @@ _MARK = "stopdown_intercepted"
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Treat no call of this thread as outermost inside the block, because they are guarded otherwise."""
+    """Call no listener for this thread's module calls inside the block, because they are guarded
+    otherwise.
+    """
     with entered(_NOBODY, ""):
         yield
 

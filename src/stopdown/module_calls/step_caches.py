@@ -1,4 +1,4 @@
-"""Saving, restoring and bypassing the step caches of a component, so that a call can be repeated.
+"""Save, restore and bypass Diffusers' step caches of a component, so that a call can be repeated or traced.
 
 Diffusers' hooks that skip work (first block cache, pyramid attention broadcast, FasterCache, MagCache,
 TaylorSeer…) count calls and cache earlier outputs. Before a call is repeated, their state is restored; if
@@ -18,7 +18,7 @@ from stopdown.interception.patches import Patches
 
 
 def save_caches(module: torch.nn.Module) -> Callable[[], None]:
-    """Return a function that restores the current state of a component's step caches.
+    """Save the state of a component's step caches, and return a function that restores it.
 
     Cost: nothing without a cache; with one, a pass over the modules, without copies of tensors.
     """
@@ -34,7 +34,7 @@ def save_caches(module: torch.nn.Module) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def in_full(module: torch.nn.Module) -> Iterator[None]:
-    """Bypass a module's step caches and context parallelism inside the block, so that calls run in full.
+    """Run a module's calls in full inside the block: without step caches, and not split over processes.
 
     Other hooks of Diffusers (offloading) stay.
     """
@@ -98,13 +98,17 @@ def _bypass(reference: Any, patches: Patches) -> None:
 
 
 def _keeps_states(hook: Any) -> bool:
-    """Return whether a hook belongs to a step cache, either stateful itself or with a shared state."""
+    """Return whether a Diffusers hook belongs to a step cache: it keeps a state between calls, or
+    shares one.
+    """
     managed = any(hasattr(value, "_state_cache") for value in vars(hook).values())
     return managed or bool(getattr(hook, "_is_stateful", False))
 
 
 def clear_caches(module: torch.nn.Module) -> None:
-    """Clear a component's step caches, as at the start of a run."""
+    """Clear a component's step caches, so that the next call computes everything, as at the start of a
+    run.
+    """
     for hook in _find_hooks(module):
         for value in vars(hook).values():
             if isinstance(states := getattr(value, "_state_cache", None), dict):

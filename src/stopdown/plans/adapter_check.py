@@ -1,4 +1,5 @@
-"""Check whether adapters were loaded, fused or changed on a component after its plan was applied.
+"""Check at each call whether somebody loaded, fused or changed adapters on a component after its plan
+was applied.
 
 A plan scales weights; adapters that are loaded afterwards take the exponents of those by themselves
 (`adapters`). Other modules that add to what is scaled make a picture that is wrong without being
@@ -9,6 +10,7 @@ and how strong. No weight is read.
 **Catches** an IP-Adapter that was loaded since, any layer replaced, an adapter that nothing scales;
 adapters of the plan that were taken out, switched or given another strength, and new ones that add more to
 a weight than there is headroom for.
+
 **Does not catch** weights rewritten in place.
 """
 
@@ -68,9 +70,12 @@ class Structure:
 
 
 def read_structure(module: torch.nn.Module, pipe: Any) -> Structure:
-    """Read the modules and adapters of a component; PEFT's layers are recognised by their attributes.
+    """Read which modules and adapters a component has, to compare this later; PEFT isn't imported.
 
     Wrappers of `torch.compile` are left out.
+
+    Args:
+        pipe: the pipeline, which knows the names of fused LoRAs.
     """
     modules = tuple(x for x in module.modules() if "_orig_mod" not in x._modules)
     layers = [layer for layer in modules if hasattr(layer, "merged_adapters")]
@@ -91,7 +96,12 @@ def _read_adapter(name: str, layers: list[Any]) -> ActiveAdapter:
 
 
 def list_new(before: Structure, after: Structure, module: torch.nn.Module) -> Iterator[str]:
-    """Yield clauses for a message: new adapters that lack their layers' exponents, and changed modules."""
+    """Yield a clause for each adapter or module that is new since the plan, and that the plan doesn't
+    scale.
+
+    Args:
+        before, after: structure of the component when the plan was applied, and now.
+    """
     for name, why in sorted(list_misfitting(module).items()):
         if name not in before.adapters:
             layers = after.adapters[name].layers
@@ -103,7 +113,8 @@ def list_new(before: Structure, after: Structure, module: torch.nn.Module) -> It
 def list_grown(
     module: torch.nn.Module, names: Collection[str], headroom_bits: float, certified: bool
 ) -> Iterator[str]:
-    """Yield clauses for a message: adapters that add more than the plan's headroom allows.
+    """Yield a clause for each new adapter that adds more to a layer's output than the plan's headroom
+    allows.
 
     Args:
         names: adapters that the plan was made without.
@@ -124,7 +135,13 @@ def list_grown(
 
 
 def list_tuned(before: Structure, after: Structure, planned: Set[str]) -> Iterator[str]:
-    """Yield clauses for a message: changes to the adapters that the exponents were found with."""
+    """Yield a clause for each adapter of the plan that was taken out, switched, merged or given another
+    strength.
+
+    Args:
+        before, after: structure of the component when the plan was applied, and now.
+        planned: names of the adapters that the exponents were found with.
+    """
     for name in planned & before.adapters.keys():
         then = before.adapters[name]
         now = after.adapters.get(name)
@@ -156,7 +173,9 @@ def watch_adapters(pipe: Any, plan: Plan, patches: Patches) -> None:
 
 
 class _Post:
-    """A layer around a component's calls that compares its structure with the one its plan was put on."""
+    """A layer around a component's calls that notices changes of its modules and adapters since its
+    plan was applied.
+    """
 
     def __init__(self, pipe: Any, entry: ComponentPlan) -> None:
         self.pipe, self.entry = pipe, entry

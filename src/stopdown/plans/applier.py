@@ -7,10 +7,10 @@ of all components are compared with those that the plan left, and the error name
 components that are missing or new: every difference in one message; exponents with which a weight
 leaves the format that it is cast to, or vanishes in it; `.float()`, `.half()`, `.to(dtype)` of
 components and of the whole pipeline, if a call fails.
-**Does not catch** weights that differ only between the sampled values; hooks that were put on or taken off
-since a plan was made; a cast after which every call
-still runs: the component then computes in its new dtype; what a guard watches: it explains or repairs
-such calls itself.
+
+**Does not catch** weights that differ only between the sampled values; hooks that were put on or taken
+off since a plan was made; a cast after which every call still runs: the component then computes in its
+new dtype; what a guard watches: it explains or repairs such calls itself.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ def find_applied(module: torch.nn.Module) -> AppliedEntry | None:
 
 
 def join_plans(plans: Sequence[Plan]) -> Plan | None:
-    """Merge the plans of a program's components into one plan; return None if their sources differ."""
+    """Merge the plans of a program's components into one plan; return None if they are of different
+    checkpoints.
+    """
     if len({(x.source, x.fingerprint) for x in plans}) != 1:
         return None
     if all(plan is plans[0] for plan in plans):
@@ -166,7 +168,9 @@ class AppliedPlan:
         )
 
     def end(self) -> None:
-        """Mark all entries as over, so that a guard that is removed doesn't apply them again."""
+        """Keep a guard that is removed later from applying the plan's entries again, as the plan is
+        taken off too.
+        """
         for entry in self.entries.values():
             entry.is_over = True
 
@@ -216,7 +220,7 @@ def put_plan(
     *,
     casts: bool = True,
 ) -> AppliedPlan:
-    """Apply a plan's entries to their components, then add the layers around their calls.
+    """Apply a plan's entries to a program's components, then add casts and checks around their calls.
 
     All ways of loading a pipeline with a plan call this.
 
@@ -271,7 +275,7 @@ def apply_entry(
     fold: bool = True,
     savers: tuple[str, ...] = (),
 ) -> AppliedEntry:
-    """Apply a plan's entry to its component, and return the handle that removes it.
+    """Apply a plan's entry to its component: scale and cast the weights; return a handle that undoes this.
 
     Args: as for `apply_precision`.
     """
@@ -310,7 +314,8 @@ def apply_precision(
     watch: WatchOptions | None = None,
     savers: tuple[str, ...] = (),
 ) -> None:
-    """Fold exponents into one component and cast it; every plan and every repair uses this function.
+    """Scale one component's weights by powers of two and cast it; every plan and every repair uses this
+    function.
 
     From then on its calls are watched: those that the exponents don't hold for are refused.
 
@@ -318,6 +323,7 @@ def apply_precision(
         precision: name of the format to cast to.
         scaling: exponents, fp32 layers and streams. None casts the component as if it had been loaded in
             the precision; modules that its authors keep in fp32 stay so.
+        patches: undoes all of it.
         cast: False only folds.
         fold: False for a module without weights: exponents are left out.
         watch: options of the watch on its calls.
@@ -377,7 +383,10 @@ def _watch_saving(
     patches: Patches,
     savers: tuple[str, ...] = (),
 ) -> None:
-    """Refuse to pickle or save a module or to load an IP-Adapter; warn once if its state dict is read.
+    """Keep scaled weights from being saved as if they were the model's: refuse pickling,
+    `save_pretrained`, IP-Adapters.
+
+    Reading the state dict only warns, once.
 
     Args:
         savers: packages that may read the scaled weights.
@@ -433,7 +442,8 @@ def _put_precision(
 
 
 def apply_without_weights(skeleton: Any, plan: Plan) -> None:
-    """Apply a plan to a pipeline without weights: fp32 modules, residual streams, casts of arguments.
+    """Apply a plan to a pipeline without weights, for a dry run: fp32 modules, residual streams, casts
+    of arguments.
 
     Args:
         skeleton: from `build_skeleton` or `copy_skeleton`, in fp32; it is changed for good.
@@ -445,7 +455,8 @@ def apply_without_weights(skeleton: Any, plan: Plan) -> None:
 
 
 def put_boundaries(pipe: Any, plan: Plan, patches: Patches, *, keeps_upcast: bool = False) -> None:
-    """Cast the arguments of each component call to its precision, unless that can't represent the values.
+    """Cast the arguments of each component call to the component's precision, unless they would
+    overflow in it.
 
     Plans with and without exponents use this. Entries may be those of single calls, such as `vae.decode`.
 
@@ -493,7 +504,9 @@ def _returns_wide(entry: ComponentPlan) -> bool:
 
 
 def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:
-    """Set PyTorch's switch for fp16 accumulation as the plan says, only during each component's calls."""
+    """Switch PyTorch's fp16 accumulation of matrix products during each component's calls, as the plan
+    says.
+    """
     wanted = {x.component: x.accumulation for x in plan.components if x.accumulation is not None}
 
     def put(callee: Callee, layers: Patches) -> None:
@@ -516,7 +529,9 @@ def _find(program: Any, name: str) -> torch.nn.Module:
 
 
 def compare_versions(plan: Plan) -> Iterator[str]:
-    """Yield a clause for each package whose version differs from the one that the plan was made with."""
+    """Yield a clause for each package (Diffusers, Transformers) of another version than the plan was
+    made with.
+    """
     installed = read_class_versions()
     for name in sorted(plan.versions.keys() | installed.keys()):
         then, now = plan.versions.get(name, "none"), installed.get(name, "none")
@@ -525,7 +540,9 @@ def compare_versions(plan: Plan) -> Iterator[str]:
 
 
 def compare_components(pipe: Any, plan: Plan) -> Iterator[str]:
-    """Yield a clause for each difference between a pipeline's components and those of a plan."""
+    """Yield a clause for each way in which a pipeline's components aren't those that a plan was made
+    for.
+    """
     planned = {entry.component: entry for entry in plan.components}
     found_here = {name: find_component(pipe, name) for name in planned}
     modules = {name: module for name, module in found_here.items() if module is not None}
@@ -552,7 +569,7 @@ def compare_components(pipe: Any, plan: Plan) -> Iterator[str]:
 
 
 def check_source(plan: Plan, source: Source, *, with_weights: bool = True) -> None:
-    """Refuse a plan for another checkpoint or version, before anything is loaded.
+    """Refuse a plan that was made for another checkpoint or other versions, before anything is loaded.
 
     Args:
         with_weights: False if the source's weights aren't on this machine. Only the components' classes are
@@ -573,7 +590,9 @@ def check_source(plan: Plan, source: Source, *, with_weights: bool = True) -> No
 
 
 def leaves_loras(plan: Plan, source: Source) -> bool:
-    """Return whether a plan was made for a source without its LoRAs, so that they adopt its exponents."""
+    """Return whether a source has LoRAs that its plan was made without; they are scaled when they are
+    loaded.
+    """
     bare = dataclasses.replace(source, loras=())
     return bool(source.loras) and plan.fingerprint == fingerprint(bare)
 
@@ -604,7 +623,7 @@ def load_entry(
     put: Callable[[torch.Tensor, StoredWeight], None] = put_,
     savers: tuple[str, ...] = (),
 ) -> AppliedEntry:
-    """Apply a plan's entry to a component's weights as they are read, without keeping the old weights.
+    """Apply a plan's entry while a component's weights are read, so that the unscaled weights aren't kept.
 
     If the entry is removed and applied again, the weights are in memory, and `apply_precision` does it.
 
@@ -647,7 +666,7 @@ def _load_precision(
 
 
 def explain_foreign_casts(pipe: Any, plan: Plan, patches: Patches) -> None:
-    """If a call fails because a component was cast after its plan was applied, name that cast."""
+    """Name the component that somebody has cast since the plan, if a later call fails on mixed dtypes."""
     entries = {name_component(entry.component) for entry in plan.components}
     modules = {name: x for name, x in find_components(pipe).items() if name in entries}
     known = {name: _read_dtypes(module) for name, module in modules.items()}
@@ -677,7 +696,12 @@ def explain_foreign_casts(pipe: Any, plan: Plan, patches: Patches) -> None:
 def _find_cast(
     modules: dict[str, torch.nn.Module], known: dict[str, dict[str, torch.dtype]]
 ) -> str:
-    """Describe the first component whose dtypes aren't those that its plan left; return "" for none."""
+    """Describe the first component with a parameter in another dtype than its plan left; return "" for
+    none.
+
+    Args:
+        known: component → parameter → dtype when the plan was applied.
+    """
     for name, module in modules.items():
         for key, dtype in _read_dtypes(module).items():
             if known[name].get(key, dtype) != dtype:

@@ -1,10 +1,10 @@
-"""`measure_plan`: how each component of a program can run in fp16, found by running it in fp32.
+"""`measure_plan`: find how each component of a program can run in fp16, by running the program in fp32.
 
 The program runs once; the arguments of its components' calls are kept (`call_recorder`), and exponents
 are found for one component after the other (`exponents`). What cannot be captured or scaled falls back
 to bf16 where that is native, else fp32, with the reason.
 
-Not covered: larger values in other calls. The plan is calibrated, not certified, and a run under it is
+Not covered: larger activations in other calls. The plan is calibrated, not certified, and a run under it is
 watched. Pipelines and checkpoints get certified plans (`certified`).
 """
 
@@ -94,7 +94,12 @@ def seal_made(
     started: float,
     device: Device,
 ) -> Plan:
-    """Return the sealed plan with this name, fingerprint and class of pipeline."""
+    """Assemble a plan from its components' entries, and seal it with a checksum.
+
+    Args:
+        known: name of the source, its fingerprint and its pipeline's class.
+        started: `time.perf_counter` when the planning began.
+    """
     made = Plan(
         *known,
         precision=FP16.name,
@@ -115,7 +120,9 @@ def _count_bytes(module: torch.nn.Module) -> dict[str, int]:
 
 
 def _widen(pipe: Any, patches: Patches) -> None:
-    """Cast weights to fp32 unless they are quantised; set evaluation mode."""
+    """Cast a program's weights to fp32 for a measurement, until `patches` is undone; quantised ones are
+    left alone.
+    """
     for module in find_components(pipe).values():
         if not find_quantised(module) and set(read_precisions(module)) - {torch.float32}:
             patches.defer(cast_(module, torch.float32).undo)
@@ -129,7 +136,13 @@ def _plan_component(
     stored: Mapping[str, Mapping[str, int]],
     device: Device,
 ) -> ComponentPlan:
-    """Return the component's entry; `how` is as `residual` and `ranges` of `measure_plan`."""
+    """Find how one component can run in fp16, from its recorded calls; if it can't, fall back to bf16
+    or fp32.
+
+    Args:
+        how: `residual` and `ranges` of `measure_plan`.
+        stored: component → format → bytes of its weights.
+    """
     weights, code = sample_weights(module), list_foreign_code(module)
     bare = ComponentPlan(name, type(module).__name__, weights, "fp32", code=code)
     if method := find_quantised(module):
@@ -153,9 +166,16 @@ def fall_back(
     device: Device | None,
     otherwise: str = "",
 ) -> ComponentPlan:
-    """Return the component's entry in bf16 if its weights are stored so, else in fp32.
+    """Return the entry of a component that can't run in fp16: in bf16 if its weights are stored so,
+    else in fp32.
 
     It is in fp32 too if the device computes slowly in bf16.
+
+    Args:
+        bare: the entry without a precision.
+        stored: component → format → bytes of its weights.
+        why: the reason, in a sentence.
+        otherwise: further reason if it is in fp32.
     """
     counts = stored.get(bare.component, stored.get("checkpoint", {}))
     facts = ComponentFacts(bare.component, (bare.component,), counts)
@@ -176,7 +196,13 @@ def describe_scaling(
     calls: int,
     notes: tuple[str, ...] = (),
 ) -> ComponentPlan:
-    """Return a component's entry with its exponents, and their meaning in sentences."""
+    """Return a component's plan entry with its exponents, and sentences that explain them to people.
+
+    Args:
+        bare: the entry without them.
+        calls: number of measured calls; 0 if the exponents come from bounds.
+        notes: further sentences.
+    """
     if not scaling.range_note:  # no bounds were requested: everything would be uncertain
         scaling = dataclasses.replace(
             scaling, values=0, bounded=0, uncertain=(), measured_bits=None
@@ -243,7 +269,7 @@ def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
 
 
 def count_folds(scaling: Scaling) -> str:
-    """Describe the number of scaled tensors: `41 tensors are scaled by exponents -6..3`."""
+    """Describe how many tensors a scaling scales, as `41 tensors are scaled by exponents -6..3`."""
     if not scaling.exponents:
         return "no tensor is scaled"
     tensors = {name.partition("[")[0] for name in scaling.exponents}

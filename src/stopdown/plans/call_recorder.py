@@ -1,9 +1,9 @@
-"""Which calls a pipeline makes of its components: runs on a few prompts, their arguments kept.
+"""Record the calls that a program makes of its components: run it, and keep copies of their arguments.
 
-A layer stands at each component call and keeps copies of the arguments on the CPU: of the denoiser at
-the first, middle and last step, with every branch of guidance, and of everything else at each call. No
-more than `MOST_CALLS` of a component call are kept. A pipeline that decodes and never encodes also gets
-an encode, of what it decoded, because the same checkpoint serves pictures and videos to start from.
+A layer around each component call copies the arguments to the CPU: of the denoiser at the first, middle
+and last step, with every branch of guidance, and of everything else at each call. No more than
+`MOST_CALLS` of a component call are kept. A pipeline that decodes and never encodes also gets an
+encode, of what it decoded, because the same checkpoint serves pictures and videos to start from.
 
 Not covered: other prompts, sizes and numbers of steps than those that were run.
 """
@@ -50,7 +50,7 @@ MOST_FRAMES = 9
 
 @dataclass
 class _Recorder:
-    """Intercepts every component call while a pipeline runs."""
+    """Copies the arguments of component calls while a program runs."""
 
     pipe: Any
     calls: dict[str, list[ComponentCall]] = field(default_factory=dict)
@@ -91,7 +91,13 @@ def list_requests(
     prompts: Sequence[str | Mapping[str, Any]],
     given: Request,
 ) -> list[Request]:
-    """Return one request for each prompt, with a drawn picture, mask or video if one is needed."""
+    """Return one request for each prompt, with a random picture, mask or video if the pipeline needs
+    one as input.
+
+    Args:
+        prompts: texts, or arguments of the pipeline's call.
+        given: request with sizes and further fields.
+    """
     needed = list_needed_fields(type(pipe))
     base = draw_inputs(pipe, given)
     has_prompt = "prompt" in needed and not given.arguments.keys() & {"prompt", "prompt_embeds"}
@@ -111,7 +117,7 @@ def list_requests(
 def record_calls(
     pipe: Any, requests: Sequence[Request], progress: Progress | None = None
 ) -> dict[str, list[ComponentCall]]:
-    """Run these requests and return the calls of each component by its name.
+    """Run a pipeline for these requests, and return copies of its calls by component.
 
     Args:
         pipe: in the safest precision at hand; it is run as it is.
@@ -140,10 +146,11 @@ def record_calls(
 
 
 def record_run(program: Any, run: Callable[[], Any]) -> dict[str, list[ComponentCall]]:
-    """Run a program and return its calls of each component by name, with arguments cast to fp32.
+    """Run a program that isn't a pipeline once, and return copies of its calls by component.
 
     Args:
-        program: no pipeline, its modules in fp32.
+        program: its modules are in fp32; arguments are cast to fp32.
+        run: runs it.
     """
     recorder = _Recorder(program)
     with Patches() as patches, torch.no_grad():
@@ -154,11 +161,11 @@ def record_run(program: Any, run: Callable[[], Any]) -> dict[str, list[Component
 
 
 class _Called(BaseException):
-    """Ends a run where a component is called for the first time."""
+    """Raised at the first call of a component to end a run of which nothing more is needed."""
 
 
 def record_first_calls(program: Any, run: Callable[[], Any]) -> dict[str, list[ComponentCall]]:
-    """Return a program's first call of each component by name, before anything is computed.
+    """Return the first call that a program makes of each component, without computing anything.
 
     Args:
         program: no pipeline. Arguments are cast to the dtype of its weights.
@@ -199,7 +206,7 @@ def _collect(recorder: _Recorder) -> dict[str, list[ComponentCall]]:
 
 
 def _make_up_encode(callee: Callee, decoded: dict[str, torch.Tensor]) -> list[ComponentCall]:
-    """Make up an encode call of the picture that the autoencoder decoded."""
+    """Derive a call of `encode` from a picture that the autoencoder decoded, if the program made none."""
     picture = decoded.get(callee.component_name)
     if picture is None or callee.method != "encode":
         return []
@@ -227,7 +234,7 @@ Arguments = Mapping[str, Any]
 
 
 def list_part_calls(program: Any) -> dict[str, Callee]:
-    """Return the calls of a program of parts by name: `transformer`, `vae.decode`."""
+    """Return the callable methods of a program's parts by name: `transformer`, `vae.decode`."""
     return {callee.name: callee for callee in list_component_calls(vars(program))}
 
 

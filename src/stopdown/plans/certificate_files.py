@@ -33,7 +33,8 @@ def write_certificate(
     plan: Plan, source: Source, path: Path, traced: Mapping[str, TracedCalls],
     progress: Progress | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Write the certificate of a plan that rests on bounds; return its content.
+    """Write the proof of a plan's bounds to a JSON file that `stopdown-verify` can check; return its
+    content.
 
     Args:
         plan: made from this source's weights alone.
@@ -88,7 +89,13 @@ def export_calls(
     files: Sequence[str],
     load: Load,
 ) -> dict[str, Any]:
-    """Put the calls of a component into the rules of the checker, which has yet to fill in bounds."""
+    """Write a component's calls as rules of the checker, for one component of a certificate; bounds are
+    still missing.
+
+    Args:
+        files: names of the component's weight files.
+        load: returns a tensor by its name.
+    """
     tensors = stopdown_verify.open_weights(folder / entry.component, files, {})
     made = traced.export(entry.in_force, tensors, find_tied(traced.module), load)
     return {

@@ -2,11 +2,10 @@
 
 The pipeline is built without weights, and a dry run of its code yields the arguments with which each
 component is captured. Bounds are then propagated through the graphs while the weights are read one at a
-time, and exponents are chosen with which no input within the limits overflows.
-A single file is loaded as it is stored, because its tensors differ from the model's. So is a component
-whose class renames its tensors. A model with LoRAs is loaded as it is stored, so that the bounds include
-them.
-A loaded pipeline is run dry as well. A program that isn't a pipeline is run until the first call of each
+time, and exponents are chosen with which no input within the limits overflows. A single file is loaded
+as it is stored, because its tensors differ from the model's. So is a component whose class renames its
+tensors. A model with LoRAs is loaded as it is stored, so that the bounds include them. A loaded
+pipeline is run dry as well. A program that isn't a pipeline is run until the first call of each
 component.
 
 Not covered: resolutions beyond the pipeline's default in models with group norms, and components
@@ -99,7 +98,7 @@ def load_stored(
     make_buffers: Callable[[], Mapping[str, torch.Tensor]],
     name: str,
 ) -> torch.Tensor:
-    """Load a component's tensor by its name, in its stored format.
+    """Return a component's tensor by name, in its stored format, from files or from memory.
 
     Args:
         held: name of a stored tensor → the opened file, or the tensor if it's loaded already.
@@ -125,7 +124,7 @@ def load_stored(
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """The components of a model to certify, and whether to cache them.
+    """Which components of a model to plan, and whether to cache their plans.
 
     Attributes:
         only: components of a folder to plan; empty for all. The others may have no weights.
@@ -275,13 +274,15 @@ def certify_program(
 
 
 def _bring_bare(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a module whose weights are on the host; for one on a device, a host copy without weights."""
+    """Return a module itself if its weights are on the host; for one on a device, a host copy without
+    weights.
+    """
     places = {x.device.type for x in name_parameters(module).values()}
     return module if places <= {"cpu", "meta"} else copy_to_host(module)
 
 
 def _trace_bare(module: torch.nn.Module, made: Sequence[ComponentCall]) -> TracedCalls:
-    """Bind calls to a module without the patches that a guard has put on it."""
+    """Prepare a module's calls to be captured, without the patches that a guard has put on it."""
     with bared(module):
         return TracedCalls(module, made)
 
@@ -293,6 +294,9 @@ def _sign_program(
 
     Code is identified by its captured graphs, which include closures, functions of other modules and
     tables in plain attributes.
+
+    Args:
+        known: further options that the plan depends on.
     """
     weights = [(name, type(x).__name__, sample_weights(x)) for name, x in modules.items()]
     signs: list[object] = [known, weights]
@@ -306,7 +310,7 @@ def _sign_program(
 
 
 def _hands_over(calls: Mapping[str, Sequence[ComponentCall]]) -> bool:
-    """Return whether an encoder returns hidden states, as in `TracedCalls.certify`."""
+    """Return whether an encoder is asked for hidden states, which may be larger than its last output."""
     recorded = [call for made in calls.values() for call in made]
     return any(call.kwargs.get("output_hidden_states") for call in recorded)
 
@@ -316,7 +320,7 @@ def _hash(known: object) -> str:
 
 
 def list_planned(source: Source) -> list[str]:
-    """List the components of a completed source that have weights."""
+    """List the components of a model that have weights, and so get an entry in its plan."""
     held = [part.name for part in source.parts] or list(source.components)
     return [
         name for name in held if source.has_weights(name) and (source.described / name).is_dir()
@@ -344,7 +348,7 @@ class _Context:
 
 @dataclasses.dataclass
 class _Components:
-    """The components of a model, and in `made` the entries of those that are planned already."""
+    """Plans the components of a model one by one; `made` has the entries that are finished."""
 
     context: _Context
     source: Source
@@ -378,7 +382,7 @@ class _Components:
         return [self.made[name] for name in self.traced]
 
     def _take_kept(self) -> list[str]:
-        """Use cached plans, and return the components that have none."""
+        """Take over cached plans of components, and return the names of those that have none."""
         for name, key in self.keys.items():
             if name not in self.made and name not in self.context.others:
                 kept = read_cached_plan(key)
@@ -423,7 +427,11 @@ def _plan_component(
 
 
 def _scale_near(context: _Context, traced: TracedCalls, load: Load) -> Scaling:
-    """Certify a component's calls, on an accelerator while its memory allows."""
+    """Find exponents with proven bounds for a component's calls, on an accelerator while its memory allows.
+
+    Args:
+        load: returns a tensor by its name.
+    """
     scale = functools.partial(traced.certify, context.residual, hands_over=context.hands_over)
     if (near := bring_near(load, context.device)) is not None:
         try:
@@ -437,7 +445,7 @@ def _scale_near(context: _Context, traced: TracedCalls, load: Load) -> Scaling:
 
 
 def suggest_stream(scaling: Scaling, residual: str) -> tuple[str, ...]:
-    """Suggest an fp32 residual stream if bounds scale values of size 1 below fp16's normal numbers.
+    """Suggest an fp32 residual stream if bounds scale activations of size 1 below fp16's normal numbers.
 
     Return the suggestion as a note, or no notes.
     """
@@ -457,7 +465,7 @@ def open_component(
     module: torch.nn.Module,
     loaded: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[Load]:
-    """Open a component's weight files and yield a function that loads a tensor by its name.
+    """Open a component's weight files for the block, and yield a function that loads a tensor by its name.
 
     The files are read ahead in the order of the module's parameters.
 
@@ -491,7 +499,7 @@ def open_component(
 
 
 def find_tied_names(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """Map the first name of each parameter to all names of its tensor; tied parameters have several."""
+    """Map each name of a parameter to all names of its tensor; tied parameters have several."""
     names: dict[int, list[str]] = {}
     for key, tensor in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(key)
@@ -499,7 +507,7 @@ def find_tied_names(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _is_plain(source: Source, name: str) -> bool:
-    """Return whether a component's config has no `quantization_config`."""
+    """Return whether a component's weights aren't quantised, by its config."""
     config = read_description(source.described / name / "config.json")
     return config.get("quantization_config") is None
 
@@ -509,7 +517,10 @@ def _fits(
     aliases: Mapping[str, tuple[str, ...]],
     stored: Mapping[str, StoredTensor],
 ) -> bool:
-    """Return whether stored tensors match those of a module in names, sizes and formats."""
+    """Return whether the tensors in a component's files match its module in names, sizes and formats.
+
+    Then they can be read without loading the component by its class.
+    """
     shapes = {name: tuple(x.shape) for name, x in module.named_parameters(remove_duplicate=False)}
     for key, names in aliases.items():
         found = [stored[name] for name in {key, *names} if name in stored]
@@ -547,7 +558,9 @@ def _make(source: Source, name: str) -> torch.nn.Module:
 
 
 class _TensorReader:
-    """A tensor loader that samples each tensor for the component's hash and reports progress."""
+    """A tensor loader that also reports progress, and samples each tensor for the component's
+    fingerprint.
+    """
 
     def __init__(
         self, load: Load, name: str, module: torch.nn.Module, progress: Progress | None
@@ -566,7 +579,9 @@ class _TensorReader:
         return tensor
 
     def hash_samples(self) -> str:
-        """Return the hash of the component's weights (`sample_weights`); load those not loaded yet."""
+        """Return the fingerprint of the component's weights (`sample_weights`); load those not loaded
+        yet.
+        """
         for name in self._names:
             if name not in self._samples:
                 self(name)

@@ -1,7 +1,7 @@
-"""A second process that plans components of a model while the main one downloads or plans others.
+"""Plan components of a model in a second process, while the main one downloads or plans others.
 
-It caches each plan that it makes, so that `certify_plan` finds it. If it fails or is late, only time is
-lost. If both processes compute, each has half of the threads until one of them ends.
+The process caches each plan that it makes, so that `certify_plan` finds it. If it fails or is late,
+only time is lost. If both processes compute, each has half of the threads until one of them ends.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class Certifier:
             torch.set_num_threads(self._threads)
 
     def beside(self, load: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-        """Wrap a tensor loader so that this process uses all threads once the second one has ended."""
+        """Wrap a tensor loader so that this process uses all threads as soon as the second one has
+        ended.
+        """
 
         def load_beside(name: str) -> torch.Tensor:
             if self._process is not None and self._process.poll() is not None:
@@ -119,7 +121,7 @@ class Certifier:
         return load_beside
 
     def wait(self, progress: Progress | None) -> None:
-        """Let the second process use all threads, and block until it exits."""
+        """Let the second process use all threads, and wait until it has planned its components."""
         if self._process is None:
             return
         self._tell(str(self._threads))

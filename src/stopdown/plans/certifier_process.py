@@ -25,7 +25,7 @@ _threads = list[int]()
 
 
 def certify_components(task: dict[str, Any]) -> None:
-    """Plan each component as soon as its files are complete.
+    """Plan and cache each component of a model as soon as its files are downloaded.
 
     Args:
         task: what `Certifier` sends as JSON: source, components, residual and threads.

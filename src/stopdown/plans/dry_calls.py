@@ -1,4 +1,4 @@
-"""Calls that a pipeline makes of its components, recorded in a dry run, without values or with random ones.
+"""Find the calls that a pipeline makes of its components by a dry run: without values, or with random ones.
 
 Random values suffice to measure the effect of a changed eps, but not the ranges that a plan needs.
 """
@@ -41,7 +41,7 @@ SMALL = {"height": 256, "width": 256, "frames": 9}
 
 
 def shrink_run(pipe: Any, request: Request) -> Request:
-    """Return a copy of a request with sizes of at most `SMALL`.
+    """Return a request with smaller sizes (at most `SMALL`), so that a measurement takes less time.
 
     Requested sizes stay, and so do those of a model that supports no others.
     """
@@ -118,7 +118,7 @@ def _list_calls(
 
 
 class CallListener(Listener):
-    """A listener that keeps one call of each kind for each component: the one with the largest timestep.
+    """Keeps one call of each kind for each component during a dry run: the one with the largest timestep.
 
     Z-Image's timesteps go from 0 to 1, and a timestep of 0 doesn't show in which unit the others are.
     """
@@ -127,14 +127,16 @@ class CallListener(Listener):
         self.calls: dict[str, list[ComponentCall]] = {}
 
     def inside(self, run: DryCall, paths: ModulePaths) -> contextlib.AbstractContextManager[object]:
-        """Keep a call whose code runs in the dry run, which happens only for the first of its kind."""
+        """Keep a component call when the dry run runs its code, which happens only for the first of its
+        kind.
+        """
         self.calls.setdefault(run.call.callee.component_name, []).append(
             dataclasses.replace(run.call, below=None)
         )
         return contextlib.nullcontext()
 
     def end(self, run: DryCall) -> None:
-        """Replace a kept call by one with a larger timestep, and make up a call of an encoder.
+        """Replace a kept call by this one if its timestep is larger; derive an `encode` from a `decode`.
 
         If a pipeline only decodes, a few frames of the output become the argument of a made-up `encode`,
         because a plan holds for both directions.

@@ -1,10 +1,10 @@
-"""Exponents of one component, from the calls that a pipeline made of it, or the reason why it has none.
+"""Find exponents for one component from the calls that a program made of it, or the reason why it has none.
 
 Calls of one kind (same method, shapes and plain arguments) share one capture; their ranges are merged. The
 exponents are tested before they are accepted (`trial`): folded in, the component must return the same bits
 in fp32, and finite, close results in fp16.
 
-Not covered: calls with larger values than those measured.
+Not covered: calls with larger activations than those measured.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def group_calls(calls: Sequence[ComponentCall]) -> list[list[ComponentCall]]:
 def leave_out_failing(
     module: torch.nn.Module, calls: Sequence[ComponentCall]
 ) -> list[ComponentCall]:
-    """Return the calls without the made-up ones that the module fails on.
+    """Return the calls without those that were derived from others and that the module fails on.
 
     Cost: a forward for each made-up call.
     """
@@ -103,7 +103,11 @@ def _runs(module: torch.nn.Module, call: ComponentCall) -> bool:
 
 
 def describe_unscaled(error: Exception) -> str:
-    """Explain in a sentence why a component was not scaled."""
+    """Explain, in a sentence for a plan, why a component was not scaled.
+
+    Args:
+        error: what the search for exponents raised.
+    """
     if isinstance(error, (CaptureError, ScalingError)):
         return error.what
     if isinstance(error, StopdownError):

@@ -1,4 +1,5 @@
-"""Transfer of large weights to an accelerator, which multiplies them much faster than the CPU.
+"""Load large weights to an accelerator for proofs of bounds, as it multiplies them much faster than the
+CPU.
 
 Bounds allow for the rounding of fp32 sums in any order. A device can be configured to round the factors
 too (TF32), so a test product must show that it doesn't. Small weights, float64 and matrix decompositions

@@ -1,4 +1,5 @@
-"""Choice of a source's plan: a named one, a cached one, one made now, or precisions without exponents.
+"""Choose the plan by which a model runs: a named one, a cached one, one made now, or precisions without
+exponents.
 
 Components of a model on the Hub are certified while the others are still downloaded
 (`certified_on_arrival`).
@@ -125,7 +126,8 @@ def find_or_certify(
     only: Collection[str] = (),
     calls: Mapping[str, list[ComponentCall]] | None = None,
 ) -> Plan:
-    """Return the plan in a model's folder, else the cached one, else one that is certified and cached now.
+    """Return a model's plan with exponents: that in its folder, else the cached one, else one made and
+    cached now.
 
     Args:
         request: sizes and prompt of the run, in case a plan has to be made.
@@ -205,7 +207,9 @@ def certified_on_arrival(
 def _list_worth(
     source: Source, precision: str, device: Device, request: Request | None
 ) -> tuple[Source, list[str]]:
-    """Return the source with its pipeline class, and the components worth planning during the download."""
+    """Return the source with its pipeline class, and the components worth planning while the rest is
+    downloaded.
+    """
     if source.kind != "hub" or source.loras or find_plan_path(precision) is not None:
         return source, []
     if count_download(source) < WORTH_BYTES:

@@ -1,9 +1,10 @@
-"""Plan files: written with a checksum, checked when read, and cached between runs.
+"""Write plans to files with a checksum, check them when they are read, and cache them between runs.
 
 **Catches** files that are cut off, that are no plan, of another schema, edited by hand (the seal does not
-fit), or sealed anew with values that no plan holds: exponents beyond fp32's own range, precisions and
+fit), or sealed again with values that no plan holds: exponents beyond fp32's own range, precisions and
 components that there are not, names that are no path, blocks of rows that are none, shares that are none.
-**Does not catch** an edit within those values by someone who computes the seal anew: a plan is data.
+
+**Does not catch** an edit within those values by someone who computes the seal again: a plan is data.
 `apply_plan` refuses exponents with which a weight leaves its format or vanishes; others that are wrong
 give another picture.
 """
@@ -52,7 +53,10 @@ def read_class_versions() -> dict[str, str]:
 
 
 def seal_plan(plan: Plan) -> Plan:
-    """Return the plan as it is after writing and reading, with the checksum of its content as `seal`."""
+    """Return a plan with the checksum of its content as `seal`, by which an edited file is recognised.
+
+    It's as after writing and reading.
+    """
     plan = from_json(_to_text(plan), Plan)  # so that 0 and 0.0 are one, as they are when read
     return dataclasses.replace(plan, seal=_compute_seal(_to_text(plan)))
 
@@ -108,7 +112,10 @@ describe_no_plan = functools.partial(describe_other, "plan")
 
 
 def carry_plan(plan: Plan) -> dict[str, Any]:
-    """Return a plan's content for another JSON file, with a seal that doesn't depend on the keys' order."""
+    """Return a plan's content to be put into another JSON file, such as a model's `config.json`.
+
+    The seal doesn't depend on the keys' order.
+    """
     plain = dataclasses.replace(plan, seal="", memory=None)
     content: dict[str, Any] = parse_json(to_json(plain).encode())
     return {**content, "seal": _compute_carried_seal(content)}
@@ -242,7 +249,7 @@ _FOLD = re.compile(r"(?P<name>[^\[]+)(\[(:,)?(?P<start>\d{1,9}):(?P<stop>\d{1,9}
 
 
 def list_plan_faults(plan: Plan) -> Iterator[str]:
-    """Yield the invalid values of a plan, each as a clause for a message."""
+    """Yield a clause for each value of a plan that no plan made by Stopdown has, as a damaged file may."""
     if plan.precision not in FORMATS:
         yield f"the precision {plan.precision[:40]!r}"
     if not plan.elapsed_s >= 0:
@@ -296,7 +303,7 @@ def _list_exponents(scaling: Scaling) -> Iterator[str]:
 
 
 def _list_names(scaling: Scaling) -> Iterator[str]:
-    """Yield the names in a scaling that aren't valid paths, as clauses; a module's "" is the component."""
+    """Yield a clause for each name in a scaling that isn't a valid path; a module's "" is the component."""
     for name in scaling.exponents:
         if not _is_parameter(name):
             yield f"the parameter {name[:40]!r}"

@@ -1,4 +1,4 @@
-"""Loading of a pipeline onto a device, each component in the precision that its plan states."""
+"""Load a pipeline onto a device, each component in the precision that its plan states."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ from stopdown.sources.sources import read_stored_dtypes
 
 
 def gather_facts(source: Source) -> list[ComponentFacts]:
-    """Return the facts that decide each component's precision, from configs and weight headers alone.
+    """Return, for each component, the facts that decide its precision, from configs and weight headers
+    alone.
 
     For a single file, each component has the stored formats of the whole file.
     """
@@ -81,7 +82,12 @@ def _gather_component(
 def decide(
     facts: list[ComponentFacts], supports: Mapping[str, Support], precision: str
 ) -> tuple[ComponentPlan, ...]:
-    """Return how each call runs without exponents, for the text of a `--precision`."""
+    """Return the precision of each call in a run without exponents, as the user or the device asks.
+
+    Args:
+        supports: format → how the device supports it.
+        precision: text of a `--precision`.
+    """
     calls = {entry.name: entry.calls for entry in facts}
     return decide_precisions(facts, supports, resolve_request(parse_request(precision), calls))
 
@@ -93,7 +99,7 @@ def load_plan(
     *,
     progress: Progress | None = None,
 ) -> AppliedPlan:
-    """Load a checkpoint, apply its plan, and move it to a device.
+    """Load a pipeline by its plan, with scaled and cast weights, and move it to a device.
 
     If `Plan.memory` is set, the weights stay in the checkpoint's files until a memory strategy is applied.
     """
@@ -108,8 +114,10 @@ def _load_bare(
 
     If an autoencoder's two directions differ, it is loaded in the wider format, and the other direction
     uses a cast copy, so that weights aren't cast back and forth during a run. Arguments are cast between
-    components in different precisions. If `move` is False, weights stay in the checkpoint's files, and
-    there is one copy of each.
+    components in different precisions.
+
+    Args:
+        move: False leaves weights in the checkpoint's files, with one copy of each.
     """
     decisions = plan.components
     formats = widest_by_component(decisions)
@@ -167,7 +175,9 @@ def _load_scaled(
 
 
 def describe_calls(plan: Plan, facts: Iterable[ComponentFacts]) -> Iterator[ComponentPlan]:
-    """Yield an entry for each call of the planned components, for records: one sentence, no exponents."""
+    """Yield a short entry for each call of the planned components, for records: the reason, without
+    exponents.
+    """
     planned = {entry.component: entry for entry in plan.components}
     for fact in (fact for fact in facts if fact.name in planned):
         entry = planned[fact.name]
@@ -194,7 +204,8 @@ def _describe_basis(entry: ComponentPlan) -> str:
 
 
 def describe_entry(entry: ComponentPlan, name: str) -> str:
-    """Describe a component's entry in a sentence; if it isn't in fp16 with exponents, with the reasons.
+    """Describe in a sentence how a component runs by a plan: precision, headroom, fp32 modules;
+    otherwise its reasons.
 
     Args:
         name: of the plan, for the sentence.

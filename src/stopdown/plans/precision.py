@@ -1,7 +1,7 @@
-"""Decisions on each component's precision, each with its reason; no tensor is read.
+"""Decide each component's precision, with a reason; no tensor is read.
 
-They follow from the device's formats (native, emulated or missing, with a timed probe), the format that
-the checkpoint is stored in, and the modules that the model's authors keep in fp32.
+Decisions follow from the device's formats (native, emulated or missing, with a timed probe), the format
+that the checkpoint is stored in, and the modules that the model's authors keep in fp32.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def resolve_request(
 def list_rescaled(
     request: Mapping[str, str], components: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, ...]:
-    """Return the components that need exponents, because fp16 was requested for all of their calls.
+    """Return the components that need exponents, because the user asked for fp16 for all of their calls.
 
     Args, Raises: as for `resolve_request`.
     """
@@ -158,7 +158,8 @@ def _resolve_words(
 
 
 def parse_fp16(text: str, what: str) -> dict[str, str]:
-    """Return the components that an fp16 plan leaves in another precision, and that precision.
+    """Parse the precision for an fp16 plan; return component → precision of those to be left out of fp16.
+
     Args:
         text: `fp16` or `auto`, which mean the same, or components such as `text_encoder=fp32`.
         what: the kind of plan with its article, such as `A plan`, for messages.
@@ -185,7 +186,11 @@ def check_components(wanted: Iterable[str], known: Iterable[str]) -> None:
 def leave_components(
     entries: Iterable[ComponentPlan], wanted: Mapping[str, str]
 ) -> Iterator[ComponentPlan]:
-    """Yield a plan's entries; those of components in `wanted` have its precision and no exponents."""
+    """Yield a plan's entries, with another precision and no exponents for some components.
+
+    Args:
+        wanted: component → its precision.
+    """
     for entry in entries:
         precision = wanted.get(entry.component)
         yield entry if precision is None else leave_component(entry, precision)

@@ -1,4 +1,4 @@
-"""Joint choice of precision and memory strategy: the fastest combination that fits under a limit.
+"""Choose precision and memory strategy together: the fastest combination that fits under a limit.
 
 The candidates are plans: the choice of `auto`, fp16 with rescaled weights, a given plan with its fp32
 modules, and fp32. The memory of each is predicted by a dry run without weights, and its time by the
@@ -93,7 +93,7 @@ def _make_plan(
     scaling: Scaling | None = None,
     reason: str = "fp32 is the reference.",
 ) -> Plan:
-    """Return a plan that serves only for comparison.
+    """Return a plan without weights or calls, whose memory and speed are only to be predicted and compared.
 
     Args:
         name: that the table of plans shows.
@@ -114,7 +114,7 @@ def read_formats(plan: Plan) -> dict[str, str]:
 
 
 def describe_choices(plan: Plan) -> tuple[ComponentPlan, ...]:
-    """Return a plan's entries with precisions and reasons only, without exponents."""
+    """Return a plan's entries for a record of the choice: precisions and reasons, without exponents."""
     return tuple(
         ComponentPlan(
             entry.component,
@@ -139,7 +139,11 @@ def find_fp32_share(plan: Plan) -> float:
 
 
 def describe_remark(plan: Plan) -> str:
-    """Describe a plan's second copies of weights, or its fp32 modules and streams; return "" for none."""
+    """Describe, for a table of plans, what a plan does beside its formats: fp32 modules and streams,
+    second copies.
+
+    Return "" for none.
+    """
     if plan.is_bare:
         formats = read_formats(plan)
         by_call = {x.component: x.precision for x in plan.components}
@@ -158,7 +162,9 @@ def describe_remark(plan: Plan) -> str:
 
 
 def build_way(source: Source, plan: Plan) -> Any:
-    """Build a source's pipeline without weights as a plan runs it, with fp32 modules and streams."""
+    """Build a source's pipeline without weights as a plan would run it, to predict its memory by a dry
+    run.
+    """
     if plan.is_bare:
         dtypes = {name: FORMATS[x].torch_dtype for name, x in read_formats(plan).items()}
         keeps_fp32 = all(entry.scaling is None for entry in plan.components)
@@ -169,7 +175,7 @@ def build_way(source: Source, plan: Plan) -> Any:
 
 
 def weigh_speed(plan: Plan, narrow: Speed | None, wide: Speed | None) -> Speed | None:
-    """Return a plan's average speed, with the work of its fp32 modules at the fp32 rate.
+    """Return a device's average speed under a plan, with the work of fp32 modules at the fp32 rate.
 
     Args:
         narrow: the device's speed in the plan's formats.

@@ -17,9 +17,10 @@ SAMPLES = 16
 
 
 def sample_weights(module: torch.nn.Module) -> str:
-    """Return the SHA-256 over names, shapes and `SAMPLES` values of each weight, as hexadecimal.
+    """Return a fingerprint of a module's weights: the SHA-256 over names, shapes and `SAMPLES` values
+    of each.
 
-    It's the same in fp32 as in the checkpoint's format, and for offloaded weights.
+    It's hexadecimal, and the same in fp32 as in the checkpoint's format, and for offloaded weights.
 
     Raises:
         PlanError: a weight has no values, for example because another library offloads it.
@@ -41,7 +42,8 @@ def sample_weights(module: torch.nn.Module) -> str:
 
 
 def sample_tensors(named: Iterable[tuple[str, torch.Tensor | StoredWeight]]) -> str:
-    """Hash (name, tensor) pairs as `sample_weights` does.
+    """Return the fingerprint of (name, tensor) pairs that `sample_weights` would return for a module
+    with them.
 
     Args:
         named: sorted by name; it may be lazy, as one tensor is needed at a time.

@@ -1,8 +1,10 @@
-"""Activation ranges recorded by hooks inside a component's call: of clamping modules and of blocks.
+"""Hooks that record the smallest and largest activation of some modules during a call: clamping ones
+and blocks.
 
-Each note is two scalars on the device, the smallest and the largest value of a tensor. All notes of a call
-are read in the same transfer as the output's own range. Blocks are the members of a component's outermost
-`ModuleList`s: `transformer_blocks.7`, `encoder.block.3`, `down_blocks.0`.
+The guard needs the former to notice an overflow that a clamp hides, the latter for a record of maxima.
+Each note is two scalars on the device. All notes of a call are read in the same transfer as the
+output's own range. Blocks are the members of a component's outermost `ModuleList`s:
+`transformer_blocks.7`, `encoder.block.3`, `down_blocks.0`.
 
 Not covered: modules inside compiled code, where hooks would not run.
 """
@@ -69,14 +71,22 @@ class Notes(threading.local):
         return [*seen, *(seen for *_, seen in self.blocks), *(seen for *_, seen in self.inputs)]
 
     def note_hidden(self, operation: str, given: torch.Tensor) -> None:
-        """Record the range of an operation's input, whose infinities it may hide, without a host read."""
+        """Record the range of a tensor that an operation such as `tanh` receives and whose Inf it may hide.
+
+        No device value is read.
+        """
         if f"{operation}()" not in self.meant and is_readable(given):
             self.clamping.append((f"{operation}()", _bound(given)))
 
     def note_inputs(
         self, limits: Mapping[str, float], given: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
-        """Record the ranges of floating arguments, with their limits if any, without a host read."""
+        """Record the range of each floating argument of a call, without reading device values.
+
+        Args:
+            limits: largest magnitude of an argument, by name, up to which a plan's bounds hold.
+            given: names and tensors of the arguments.
+        """
         for name, tensor in given:
             is_limited = name in limits and not tensor.is_complex() and has_values(tensor)
             if is_limited or is_readable(tensor):
@@ -84,9 +94,13 @@ class Notes(threading.local):
 
 
 def put_sensors(module: torch.nn.Module, notes: Notes, patches: Patches, *, maxima: bool) -> None:
-    """Hook clamping modules, and blocks on request, to record the ranges of their outputs in `notes`.
+    """Hook a module's clamping submodules, so that each call records the ranges of their outputs in
+    `notes`.
 
     Compiled modules are left out.
+
+    Args:
+        maxima: hook blocks as well.
     """
     compiled = find_compiled(module)
     for path in find_clamping(module):
@@ -124,7 +138,9 @@ def _bound(tensor: torch.Tensor) -> Bounds:
 
 
 def find_compiled(module: torch.nn.Module) -> tuple[str, ...]:
-    """Find the paths of the modules that run as compiled code; "" is the component itself."""
+    """List the paths of a component's modules that run as compiled code, where hooks don't run; "" for
+    the component.
+    """
     if not any(map(is_compiled, list_modules(module))):
         return ()
     return tuple(path for path, child in module.named_modules() if is_compiled(child))
@@ -150,7 +166,7 @@ _END = re.compile(r"\bfinfo\b|\b(?:64[5-9]\d\d|65[0-4]\d\d|6550[0-4])(?:\.\d*)?\
 
 
 def find_clamping(component: torch.nn.Module) -> tuple[str, ...]:
-    """Find the paths of the modules that clamp at fp16's maximum, by the source of their `forward`.
+    """List the paths of the modules whose `forward` clamps at fp16's maximum, by its source code.
 
     T5 replaces Inf by 64504; CogView3-Plus, Flux and Qwen-Image clip to 65504. A module counts if its
     source has a `clamp`, `clip` or `nan_to_num` and such a number or `finfo`. Functions that `forward`

@@ -1,4 +1,5 @@
-"""Check of one component call: whether its output and its arguments are finite.
+"""Decide after each component call whether its output and its arguments are finite, with one read of
+the device.
 
 The smallest and the largest value of each output are computed on the device and read at once. NaN and Inf
 propagate, so checking the output is enough to detect them. If the authors of a class clamp its activations
@@ -8,6 +9,7 @@ on request, of every block (`activation_maxima`).
 
 **Catches** NaN and ±Inf in any floating tensor or array that a component returns or receives; in fp16,
 values that a clamp at the maximum changed.
+
 **Does not catch** values that a softmax inside the component made finite, or a result that is finite and
 wrong for another reason; `frame_faults` checks the finished frames.
 """
@@ -70,10 +72,11 @@ def is_operation(path: str) -> bool:
 
 
 def check_call(notes: Notes, output: Any) -> CallCheck:
-    """Check the values of a call's output and arguments.
+    """Check whether the values of a call's output and arguments are finite, and whether a clamp hid an
+    overflow.
 
     Args:
-        notes: the recorded ranges of its modules and arguments; they are cleared.
+        notes: recorded ranges of the component's modules and arguments; they are cleared.
 
     Cost: two operations, one for each note, and one host read.
     """
@@ -114,9 +117,10 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
 
 
 def list_readable(output: Any) -> list[torch.Tensor]:
-    """List the floating values in a call's output as real, readable tensors.
+    """List the floating values in a call's output as real tensors that can be checked.
 
-    Complex tensors and NumPy arrays are included; Python floats only if there is nothing else.
+    Complex tensors and NumPy arrays are converted; Python floats are included only if there is nothing
+    else.
     """
     found = list[torch.Tensor]()
     for leaf in iterate_leaves(output, (torch.Tensor, np.ndarray)):
@@ -134,7 +138,9 @@ def list_readable(output: Any) -> list[torch.Tensor]:
 
 
 def is_opaque(output: Any) -> bool:
-    """Return whether an output has a part that can't be checked: a generator, function, sparse tensor."""
+    """Return whether part of an output can't be checked for NaN: a generator, a function, a sparse
+    tensor.
+    """
     plain = (torch.Tensor, np.ndarray, bool, int, float, str, bytes, type(None))
     if isinstance(output, torch.Tensor):
         return output.layout is not torch.strided

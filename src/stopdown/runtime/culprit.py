@@ -1,4 +1,5 @@
-"""Search for the operation that caused NaN or Inf: the call is run again with every operation inspected.
+"""Find the operation that caused NaN or Inf in a call's output: run the call again and inspect every
+operation.
 
 The culprit is the operation whose inputs are finite and whose output isn't. It is found by tracing back
 from the call's output, so that a harmless Inf (a mask's, before a softmax) isn't blamed. An operation in
@@ -7,6 +8,7 @@ the size of the result is known.
 
 **Catches** any operation that PyTorch dispatches, in any module, also in place and on views; weights that
 aren't finite; arguments that were bad before the call; faults behind a clamp.
+
 **Does not catch** faults inside a fused kernel (it is named as a whole) or inside compiled code (the
 module is named), and faults that don't recur: the result is then `intermittent`.
 """
@@ -39,7 +41,7 @@ _SENTINEL = -FP16.largest
 
 @dataclass(frozen=True)
 class Culprit:
-    """The origin of a fault.
+    """The origin of NaN or Inf in a call's output.
 
     Attributes:
         kind: `range` (16 bits overflow), `clamped` (the same behind a clamp), `undefined` (not finite in
@@ -78,7 +80,7 @@ class Culprit:
         return f"a value reached {reached}, above {self.dtype}'s maximum of {ends}"
 
     def describe(self, component: str) -> str:
-        """Describe the origin of a fault in sentences.
+        """Describe, for people, where the NaN or Inf began and why.
 
         Args:
             component: name of the call, for the module's path.
@@ -116,7 +118,9 @@ def word_size(value: float) -> str:
 
 @dataclass
 class _Event:
-    """One operation with a result that isn't finite, and the earlier ones that caused it."""
+    """One operation whose result isn't finite, and the earlier such operations that its NaN or Inf came
+    from.
+    """
 
     index: int
     path: str
@@ -136,12 +140,15 @@ def find_culprit(
     call: Callable[[], Any],
     arguments: Mapping[str, Any],
 ) -> tuple[Culprit, Any]:
-    """Run a call again and find the origin of the NaN or Inf in its output; return both.
+    """Run a call again and find the operation where NaN or Inf in its output began.
 
     Args:
         module: the component.
         call: makes the call.
         arguments: of the call by name, to recognise faulty ones.
+
+    Returns:
+        The origin, and the output of the repeated call.
 
     Cost: one run of the call, with one pass and one host read for each operation.
     """
@@ -156,10 +163,14 @@ def find_culprit(
 def find_origins(
     module: torch.nn.Module, call: Callable[[], Any], arguments: Mapping[str, Any]
 ) -> tuple[frozenset[str], Any]:
-    """Run a call again and classify the origins of all NaN and Inf in its output; return both.
+    """Run a call again and classify where all NaN and Inf in its output began, to tell faults from
+    intended values.
 
     The kinds are those of `Culprit`, `mask`, and `overflow` for a value that a wider format could
     represent.
+
+    Returns:
+        The kinds, and the output of the repeated call.
 
     Cost: as `find_culprit`, and copies of the tensors that operations overwrite.
     """
@@ -214,7 +225,9 @@ class _Tracer(TorchDispatchMode):
         return result
 
     def list_kinds(self, output: Any) -> frozenset[str]:
-        """List the kinds of the operations at which the NaN and Inf in an output originate."""
+        """Return the kinds (`Culprit.kind`, `mask`) of the operations where the NaN and Inf in an
+        output began.
+        """
         left = [self._find_maker(x) for x in _floats(output) if not _is_finite(x)]
         seen, kinds = set[int](), set[str]()
         while left:
@@ -228,13 +241,17 @@ class _Tracer(TorchDispatchMode):
         return frozenset(kinds)
 
     def note_returned(self, path: str, output: Any) -> None:
-        """Record that a module returned values that aren't finite."""
+        """Record which of a module's outputs hold NaN or Inf, as running that module in fp32 wouldn't
+        help.
+        """
         for tensor in _floats(output):
             if tensor in self._made:
                 self._made[tensor].returned_by.add(path)
 
     def conclude(self, output: Any) -> Culprit:
-        """Trace NaN or Inf in the call's output, or else behind a clamp, back to the culprit."""
+        """Return the operation where NaN or Inf in the call's output began; if it is finite, one behind
+        a clamp.
+        """
         bad = [x for x in _floats(output) if not _is_finite(x)]
         if bad:
             return _trace_back(self._find_maker(bad[0]), "")
@@ -299,9 +316,9 @@ class _Tracer(TorchDispatchMode):
         return event
 
     def _find_maker(self, tensor: torch.Tensor) -> _Event:
-        """Return the operation that made a tensor with NaN or Inf, or last wrote to its memory.
+        """Return the recorded operation that made a tensor with NaN or Inf, or last wrote to its memory.
 
-        For a weight, an argument or an unknown tensor, return an event without an operation.
+        For a weight, an argument or an unknown tensor, return a record without an operation.
         """
         if tensor in self._made:
             return self._made[tensor]
@@ -336,11 +353,14 @@ def _trace_back(event: _Event, kind: str) -> Culprit:
 
 
 def _weigh(func: Any, args: Any, kwargs: Any, bad: torch.Tensor, masked: bool) -> tuple[str, float]:
-    """Classify the fault of an operation with finite operands; return its kind and its magnitude in fp32.
+    """Classify why an operation with finite operands returned NaN or Inf, by computing it in fp32.
 
     Args:
         bad: the result.
         masked: whether an operand is a mask with -Inf.
+
+    Returns:
+        A kind of `Culprit.kind`, and the result's largest magnitude in fp32; NaN if unknown.
     """
     if any(not math.isfinite(x) for x in _numbers(args, kwargs)):
         return "written", math.nan
@@ -367,7 +387,10 @@ _GROWING = ("exp", "exp2", "expm1", "sinh", "cosh", "prod", "cumprod")
 
 
 def _tell_overflow(func: Any, operation: str, args: Any, kwargs: Any, result: Any) -> str:
-    """Return `overflow` if a result that is not finite in fp32 is finite in fp64, else `undefined`."""
+    """Return `overflow` if an operation's NaN or Inf in fp32 is finite in fp64; `undefined` if it isn't.
+
+    Return `unknown` if it can't be computed in fp64.
+    """
     name = operation.rstrip("_")
     infinite = any(bool(x.isinf().any()) for x in _floats(result))
     if name in _GROWING:
@@ -428,12 +451,14 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _is_only_low(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor contains no NaN and no +Inf; -Inf is allowed."""
+    """Return whether a tensor has neither NaN nor +Inf, so that any -Inf in it may be a mask's."""
     return not bool((torch.isnan(tensor) | torch.isposinf(tensor)).any())
 
 
 def _has_sentinel(args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> bool:
-    """Return whether -Inf may be a mask's, because -Inf or a format's minimum is among the operands."""
+    """Return whether -Inf in an operation's result may be a mask's: -Inf or a format's minimum is among
+    its operands.
+    """
     if any(x <= _SENTINEL for x in _numbers(args, kwargs)):
         return True
     lows = [float(x.min()) for x in inputs]

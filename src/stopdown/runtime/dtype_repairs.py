@@ -1,7 +1,8 @@
-"""Repair of calls that fail on operands of different dtypes: cast the inputs of layers, and repeat them.
+"""Repair a call that fails as its operands have different dtypes: cast the inputs of layers, and repeat it.
 
 **Catches** linears, convolutions, layer and group norms that receive another floating dtype than their
 weight's.
+
 **Does not catch** products of two activations of different dtypes, compiled code, calls that compute
 gradients, calls of several processes, and calls that write into their arguments, a cache or their module,
 which can't be repeated. The program's own error is then raised, with a note.
@@ -37,14 +38,21 @@ from stopdown.runtime.repairs import cast_inputs, is_cast_of_inputs
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a note of Stopdown's to an error's traceback, once for each text."""
+    """Add a sentence of Stopdown's to an error, to be shown below its traceback; a repeated one isn't
+    added.
+    """
     note = f"Stopdown: {text}"
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
 
 def describe_refusal(error: Exception, component: str, module: torch.nn.Module) -> str:
-    """Describe the innermost module that failed on operands of different dtypes, and how to fix it."""
+    """Describe the module in which a call failed on operands of different dtypes, and how to fix it,
+    for a note.
+
+    Args:
+        component: name of the call.
+    """
     names = {id(part): (path, part) for path, part in module.named_modules()}
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     path, part = ([names[id(x)] for x in running if id(x) in names] or [("", module)])[-1]
@@ -57,7 +65,7 @@ def describe_refusal(error: Exception, component: str, module: torch.nn.Module) 
 
 
 def repair_refusal(fault: Fault, error: Exception) -> tuple[object, Repair | None] | None:
-    """Repeat a call that failed on mixed dtypes, with casts of its layers' inputs.
+    """Repeat a call that failed on operands of different dtypes, with casts of its layers' inputs.
 
     Returns:
         The output and the repair, which is None if another thread has added the casts in the meantime; None
@@ -93,7 +101,7 @@ def repair_refusal(fault: Fault, error: Exception) -> tuple[object, Repair | Non
 
 
 def _find_operands(repeat: Callable[[], object], module: torch.nn.Module, given: Any) -> Operands:
-    """Find the casts with which each operation of a call has operands of one dtype, by repeating the call.
+    """Find, by repeating a failed call, the casts that give each operation's operands one dtype.
 
     If the repeat changes its arguments or the module, restore their tensors and return no casts.
     """
@@ -126,7 +134,9 @@ def _is_plain(value: object) -> bool:
 
 
 def _mark(module: torch.nn.Module, given: Any) -> list[tuple[object, ...]]:
-    """List marks that change if a call writes to tensors, module attributes or containers."""
+    """Return a key that changes if a call writes to tensors, module attributes or containers among its
+    arguments.
+    """
     tensors = [*module.buffers(), *iterate_tensors(given)]
     marks: list[tuple[object, ...]] = [(id(x), count_writes(x)) for x in tensors]
     for part in module.modules():
@@ -139,7 +149,9 @@ def _mark(module: torch.nn.Module, given: Any) -> list[tuple[object, ...]]:
 
 
 def _measure(value: object) -> object:
-    """Return the structure of nested containers as nested tuples, with 0 for other values."""
+    """Return the nesting and lengths of containers as tuples, to notice that one was filled; other
+    values become 0.
+    """
     if isinstance(value, Mapping):
         return tuple(map(_measure, value.values()))
     return tuple(map(_measure, value)) if isinstance(value, list | tuple | deque) else 0

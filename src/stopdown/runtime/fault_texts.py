@@ -1,4 +1,6 @@
-"""Texts about faults: the finding and its place, its cause, and the remedy."""
+"""Sentences about a call with NaN or Inf, for errors and records: what was found and where, its cause,
+the remedy.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from stopdown.scaling import ComponentCall
 
 @dataclass(frozen=True)
 class Fault:
-    """A call with a fault in its output or its arguments.
+    """A component call with NaN or Inf in its output or its arguments, or with a clamp that hid them.
 
     Attributes:
         guarded: what the guard knows of the component call.
@@ -127,7 +129,9 @@ def name_counts(nan: int, infinite: int) -> str:
 
 
 def suggest_remedy(callee: Callee, precision: str, *, has_bf16: bool) -> str:
-    """Suggest a remedy for a component that returned NaN or Inf in the given precision."""
+    """Suggest, in a sentence, the precision to use for a component that returned NaN or Inf in the
+    given one.
+    """
     if precision == "fp32":
         return (
             "It already runs in fp32: its weights may be damaged, or an input may be out of "
@@ -142,7 +146,9 @@ def suggest_remedy(callee: Callee, precision: str, *, has_bf16: bool) -> str:
 
 
 def _describe_part(fault: Fault) -> str:
-    """Describe where in the output a fault is: ` (row 2 of 2, frame 3 of 5)`; "" if everywhere."""
+    """Describe where in a call's output NaN or Inf is, as ` (row 2 of 2, frame 3 of 5)`; "" if
+    everywhere.
+    """
     given = fault.call.named
     for tensor in iterate_tensors(fault.output):
         if tensor.is_floating_point() and bool((bad := ~torch.isfinite(tensor)).any()):
@@ -152,7 +158,9 @@ def _describe_part(fault: Fault) -> str:
 
 
 def _describe_inputs(inputs: list[torch.Tensor], precision: str) -> str:
-    """Describe the inputs by their number of NaN and Inf, or else by their largest magnitude."""
+    """Describe a failed call's inputs by their number of NaN and Inf, or else by their largest
+    magnitude.
+    """
     spoilt = sum(sum(count_non_finite(tensor)) for tensor in inputs)
     if spoilt:
         return f"Its inputs already held {spoilt} values that are not finite."
@@ -201,8 +209,7 @@ def describe_place(bad: torch.Tensor, axes: tuple[str, ...]) -> str:
         bad: boolean, of the output's shape.
         axes: names of the dimensions, from `name_axes`.
 
-
-    Cost: one pass and one host read for each named dimension.
+     Cost: one pass and one host read for each named dimension.
     """
     return ", ".join(_describe_axes(bad, axes))
 

@@ -5,13 +5,13 @@ arguments for a replay; the other checks the output (`call_check`) and has fault
 (`fault_handler`). Repairs stay until the guard is removed, which restores the program to the last bit. A
 pipeline's scheduler never receives the fault. The pipeline's output is checked as well (`run_check`).
 
-
 **Catches** NaN and Inf in what a component returns or is given and in what the pipeline returns, from
 any cause; fp16 clamps that were hit; frames that are black, grey, frozen or noise.
-**Does not catch** arguments that a component changed in place before it failed; calls that another thread
-began before the guard was put on. Faults outside of the components (in the scheduler, in the pipeline's
-own arithmetic) are named, not repaired. Components that are being trained are left alone, which is reported
-once: in training mode their calls, in eval mode their faults.
+
+**Does not catch** arguments that a component changed in place before it failed; calls that another
+thread began before the guard was put on. Faults outside of the components (in the scheduler, in the
+pipeline's own arithmetic) are named, not repaired. Components that are being trained are left alone,
+which is reported once: in training mode their calls, in eval mode their faults.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Guard(SameInCopies):
         return self.session.options
 
     def run(self, call: ComponentCall) -> Any:
-        """Make one call of the pipeline, and check its output."""
+        """Make one call of the guarded pipeline, and check its result for NaN, Inf and faulty frames."""
         return self._runs.run(call)
 
     def check_frames(self, output: Any) -> None:
@@ -96,7 +96,9 @@ class Guard(SameInCopies):
         limits: Mapping[str, float],
         sizes: Mapping[str, Sequence[Size]] | None = None,
     ) -> None:
-        """Check a component's arguments against the limits of a certificate, without applying its plan.
+        """Report later calls of a component whose arguments exceed the limits of a certificate.
+
+        A certificate's bounds don't hold for such calls. Its plan isn't applied.
 
         Args:
             limits: argument, as `forward.hidden_states` → largest magnitude for which the bounds hold.
@@ -167,7 +169,7 @@ class Guard(SameInCopies):
         return journal
 
     def _stand_under_plan(self) -> Plan | None:
-        """Find the plan entries that are applied to the components, and return their plan."""
+        """Find the plan that was applied to the components, by this guard or before it, and return it."""
         own = () if self._applied is None else self._applied.entries.values()
         there = map(find_applied, find_components(self.pipe).values())
         found = list(dict.fromkeys([*own, *filter(None, there)]))
@@ -202,7 +204,9 @@ class Guard(SameInCopies):
                 cache.keep(state, applied)
 
     def give_way(self, options: GuardOptions) -> Guard:
-        """Replace this guard by another one with these options; it returns when that is removed."""
+        """Replace this guard by another one with these options, until that is removed; then put this
+        one on again.
+        """
         self.remove()
         other = Guard(self.pipe, dataclasses.replace(options, decisions=self.options.decisions))
 
@@ -381,7 +385,7 @@ _NOT_BOUNDED = "Its bounds did not hold in a run, so it is no longer certified."
 def update_entry(
     entry: ComponentPlan, applied: tuple[ComponentPlan, ...], calls: int, reasons: Iterable[str]
 ) -> ComponentPlan:
-    """Return a plan's entry updated with the repairs that a guard has applied.
+    """Return a component's plan entry updated with repairs that a guard has applied, for later runs.
 
     Casts of inputs are left out, because they depend on a script.
 
@@ -409,7 +413,7 @@ def update_entry(
 
 
 def _withdraw_claims(scaling: Scaling) -> Scaling:
-    """Return a scaling without its bounds and trial, because its exponents failed or are newer.
+    """Return a scaling without its proven bounds and trial, which a repair has made invalid.
 
     The limits of the inputs stay, so that calls beyond them are still reported.
     """

@@ -1,4 +1,6 @@
-"""`Call`: a component call under the guard, with its latest arguments and its statistics."""
+"""`Call`: what a guard knows of one component call: the latest arguments, to repeat it, and its
+statistics.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class GivenTensors:
-    """A snapshot of the tensors in a call's arguments, to detect in-place writes to them."""
+    """A snapshot of the tensors in a call's arguments, to detect that the call wrote to them in place.
+
+    A call that did can't be repeated.
+    """
 
     def __init__(self, call: ComponentCall) -> None:
         tensors = list(iterate_tensors((call.args, call.kwargs)))
@@ -54,7 +59,7 @@ class GivenTensors:
 
 
 def _sample_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy up to `_SAMPLES` values of a tensor, reinterpreted as integers of the same size."""
+    """Copy up to `_SAMPLES` elements of a tensor, reinterpreted as integers so that NaN compares equal."""
     flat = tensor.detach().reshape(-1)
     stride = max(1, math.ceil(flat.numel() / _SAMPLES))
     return flat.view(_BITS[flat.element_size()])[::stride].clone()
@@ -91,7 +96,9 @@ class LatestCall(threading.local):
             self.kept.restore(self.changed)
 
     def restore_around(self) -> None:
-        """Restore random numbers, step caches and the caller's containers from before the call."""
+        """Restore what the call changed outside the component: random numbers, step caches, the
+        caller's containers.
+        """
         for restore in self.restores:
             restore()
         if self.held is not None:
@@ -100,7 +107,9 @@ class LatestCall(threading.local):
 
 @dataclass
 class Excess:
-    """Statistics of an argument beyond a certificate's limit; `limit` and `reached` are in words."""
+    """Statistics of a call's argument that exceeded a certificate's limit; `limit` and `reached` are in
+    words.
+    """
 
     limit: str
     calls: int = 0
@@ -113,7 +122,8 @@ _NOTHING = CallSummary("", "", 0, 0.0, (), 0)
 
 @dataclass(eq=False)
 class Call:
-    """A component call under the guard.
+    """A kind of component call under the guard, such as `vae.decode`: its target, latest arguments and
+    statistics.
 
     Attributes:
         callee: its target.
@@ -157,7 +167,7 @@ class Call:
         return next(iter(self.summary.precisions), "fp32")
 
     def move_to(self, callee: Callee, state: Component, slot: str) -> None:
-        """Move this call and its statistics to another module that has replaced the component."""
+        """Continue with another module that has replaced the component, keeping the statistics."""
         self.patches.undo()
         if state is not self.state:
             self.writes = None
@@ -166,11 +176,12 @@ class Call:
         self.summary = replace(self.summary, component=callee.name, stage=callee.stage)
 
     def forget(self) -> None:
-        """Drop the references to the latest call's arguments."""
+        """Drop the references to the latest call's arguments, so that their memory is freed."""
         self.latest = LatestCall()
 
     def begin(self, call: ComponentCall, planned: Scaling) -> None:
-        """Record the ranges and sizes of a call's arguments, without a device synchronisation.
+        """Record the ranges and sizes of a call's arguments and the component's state before it,
+        without reading the device.
 
         Args:
             planned: has the limits that the arguments are compared with.
@@ -195,12 +206,14 @@ class Call:
         }
 
     def _choose(self, limits: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the limits of this call's method by argument: `encode.z` becomes `z` for `vae.encode`."""
+        """Return those limits that concern this call's method, by argument: `encode.z` becomes `z` for
+        `vae.encode`.
+        """
         parts = [(key.partition("."), limit) for key, limit in limits.items()]
         return {name: x for (method, _, name), x in parts if method == self.callee.method}
 
     def record_cast(self) -> None:
-        """Record the current formats of weights that were cast, ahead of the earlier formats."""
+        """Record the present formats of weights that a repair has cast, ahead of the earlier formats."""
         if self.summary.precisions:
             self._record_precisions(*self.state.name_precisions())
 
@@ -209,13 +222,13 @@ class Call:
         self._record_precisions(precision)
 
     def _record_precisions(self, *precisions: str) -> None:
-        """Prepend formats to the recorded ones."""
+        """Prepend formats to the recorded formats of the call."""
         with find_lock(self.module).noting():
             found = tuple(dict.fromkeys((*precisions, *self.summary.precisions)))
             self.summary = replace(self.summary, precisions=found)
 
     def record(self, elapsed_s: float, check: CallCheck) -> None:
-        """Add one call to the statistics."""
+        """Add one finished call, with its duration and check, to the statistics."""
         with find_lock(self.module).noting():
             self.unseen += not check.is_seen
             one = replace(
@@ -228,7 +241,9 @@ class Call:
             self.summary = self.summary.add(one)
 
     def record_as_right(self) -> None:
-        """Subtract one faulty call from the statistics, because it was found to be right."""
+        """Subtract one call from the count of faulty ones, because its NaN or Inf was found to be
+        intended.
+        """
         with find_lock(self.module).noting():
             self.summary = replace(self.summary, non_finite=self.summary.non_finite - 1)
 
@@ -243,13 +258,17 @@ class Call:
             self.maxima[key] = max(self.maxima.get(key, 0.0), amax)
 
     def list_maxima(self) -> Iterator[BlockMaximum]:
-        """Yield the largest magnitude of each block at each step; None for NaN and Inf."""
+        """Yield the largest magnitude of each block of the component at each step; None stands for NaN
+        and Inf.
+        """
         for (path, step, precision), amax in self.maxima.items():
             known = amax if amax < math.inf else None
             yield BlockMaximum(self.name, path, step, precision, known)
 
     def record_arguments(self, call: ComponentCall, pipe: Any) -> None:
-        """Record a call for a replay, with the random generators and caches that it changes."""
+        """Record a call, with the random generators and caches that it changes, so that it can be
+        repeated.
+        """
         if not self.summary.precisions:
             # autocast around the call comes first; weights that are cast follow its arguments
             if casts_weights(self.module):
@@ -263,7 +282,11 @@ class Call:
         latest.restores = call.save(self.module, self.find_device(pipe))
 
     def record_writes(self) -> None:
-        """Record which of the component's state the finished call changed; stop after a call without."""
+        """Record which of the component's buffers and attributes the finished call changed, so that a
+        repeat restores them.
+
+        After a call that changed nothing, later calls aren't examined.
+        """
         latest = self.latest
         latest.fills = latest.held is not None and latest.held.is_filled
         if latest.kept is not None:
@@ -281,7 +304,9 @@ class Call:
         return self.device
 
     def record_excesses(self, check: CallCheck) -> Iterator[str]:
-        """Count arguments beyond the certificate's limits; yield a sentence at the first of each."""
+        """Count a call's arguments beyond the certificate's limits; yield a sentence at the first
+        excess of each.
+        """
         for name, limit, largest in check.limited:
             if largest <= limit:  # NaN is beyond every limit
                 continue

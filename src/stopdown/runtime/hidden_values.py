@@ -1,4 +1,5 @@
-"""Detection of operations that turn infinities into finite values and so hide an overflow.
+"""Notice operations that turn Inf into finite values during a call, and so hide an overflow from the
+output's check.
 
 An overflow in fp16 is Inf. `tanh`, `where(isfinite(x), x, 0)`, `nan_to_num`, a division by it, a cast to
 integers and others turn Inf into finite values, which are wrong and which a check of the output misses. So
@@ -10,6 +11,7 @@ may be Inf in fp32 after a cast, after a plan's multiply, or in an fp32 residual
 **Catches** Inf in the inputs of `FUNCTIONS`: functions of `torch`, methods of tensors, the operators `/`
 `//` `**` `<` `<=` `>` `>=`, `x[mask] = 0`, indices of largest values (`argmax`, `topk`); NaN in the inputs
 of those that don't propagate it (`where`, `nan_to_num`, `x > 0`), or that is cast to integers or 8 bits.
+
 **Does not catch** functions that code has imported by name (`from torch import tanh`), parts of fused
 operations (PyTorch's attention on a CPU turns a NaN query into 0 where there are few keys), -Inf in the
 inputs of `relu`, `exp`, `logaddexp` or `softmax`, and compiled code.
@@ -103,9 +105,10 @@ _watchers = 0
 
 @contextlib.contextmanager
 def noting_hidden(note: Note, *, is_wide: bool = False) -> Iterator[None]:
-    """Watch this thread's operations inside the block, and call `note` for each that may hide a value.
+    """Call `note` for each operation of this thread inside the block that may turn Inf into a finite value.
 
     Args:
+        note: receives the operation's name and a flag tensor, large or infinite if it hid a value.
         is_wide: watch tensors of any floating dtype, not only fp16.
     """
     global _watchers
@@ -126,7 +129,7 @@ def noting_hidden(note: Note, *, is_wide: bool = False) -> Iterator[None]:
 
 
 def load_compiler() -> None:
-    """Import PyTorch's compiler while no function is replaced, because it keeps a table of functions.
+    """Import PyTorch's compiler while its functions aren't replaced, because it keeps a table of functions.
 
     A dispatch mode imports the compiler, and a table with replaced functions breaks the graphs of code that
     is compiled later.
@@ -155,7 +158,12 @@ def _put_on() -> None:
 
 @functools.cache
 def _watch(original: Any, name: str) -> Any:
-    """Wrap a function to watch its inputs; the wrapper is cached, so that compiled code stays valid."""
+    """Wrap a PyTorch function so that its inputs are checked for Inf; cached, so that compiled code
+    stays valid.
+
+    Args:
+        name: the function's name in `FUNCTIONS`.
+    """
     positions, is_masked = FUNCTIONS[name], name in _MASKED
 
     @functools.wraps(original)
@@ -177,7 +185,7 @@ def _watch(original: Any, name: str) -> Any:
 
 
 def _hides(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operation turns infinities into finite values with these arguments."""
+    """Return whether an operation of this name, with these arguments, turns Inf into finite values."""
     if name in _CASTS:
         given = (*args[1:], *kwargs.values())
         return not _WHOLE.isdisjoint(x for x in given if isinstance(x, torch.dtype))

@@ -1,4 +1,4 @@
-"""The journal of a run: outputs of calls on disk, so that a killed run can continue where it stopped.
+"""Keep the outputs of a run's component calls on disk, so that a killed run can continue where it stopped.
 
 The outermost layer at each component call writes the call's output to a safetensors file: atomically,
 with the SHA-256 of its bytes at the end of its name. When the same run is started again, the pipeline
@@ -64,7 +64,7 @@ _ENTRY = re.compile(r"(\d{6})-[\w.]+\.([0-9a-f]{64})\.safetensors")
 
 @dataclass(frozen=True)
 class _Entry:
-    """The metadata of one call's file, besides its tensors."""
+    """The metadata in the file of one stored call, besides its tensors."""
 
     run: str
     call: str
@@ -127,7 +127,8 @@ class Journal:
             raise
 
     def put_on(self, pipe: Any, patches: Patches, count_repairs: Callable[[], int]) -> None:
-        """Intercept a pipeline's component calls to read their outputs from the journal or write them.
+        """Intercept a pipeline's component calls: read their outputs from the journal, or make the
+        calls and write them.
 
         Args:
             patches: undoing them ends the interception.
@@ -188,7 +189,7 @@ class Journal:
         return _digest_head(self._head or {})
 
     def _enter(self, call: ComponentCall) -> Any:
-        """Read or make a component call; one inside of another component's call is made directly."""
+        """Read or make a component call; one made inside another component's call isn't stored."""
         if self._depth:
             return call.proceed()
         self._depth += 1
@@ -331,9 +332,9 @@ class Journal:
 
 
 def _give(found: _Answer, call: ComponentCall, sources: list[RandomSource]) -> Any:
-    """Return the output of a recorded call, and set random generators to their states after it.
+    """Return a stored call's output, and set random generators to their states after it.
 
-    A repaired call is run again, for its repair.
+    A call that was repaired is run again, so that its repair applies to later calls.
     """
     if found.repaired:
         call.proceed()
@@ -345,7 +346,11 @@ def _give(found: _Answer, call: ComponentCall, sources: list[RandomSource]) -> A
 def _read_drawn(
     sources: list[RandomSource], before: dict[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """Return the current states of the random generators that a call drew from, by index."""
+    """Return the present states of the random generators that a call drew from, by index.
+
+    Args:
+        before: states before the call; generators with the same state weren't used.
+    """
     now = {index: source.read() for index, source in enumerate(sources)}
     return {index: state for index, state in now.items() if not torch.equal(state, before[index])}
 
@@ -403,7 +408,9 @@ def _write_whole(path: Path, content: bytes) -> None:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Refuse a folder that contains anything but a journal's files, before anything is written there."""
+    """Refuse a folder that contains anything but a journal's files, so that nobody's files are
+    overwritten.
+    """
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         is_own = path.name in (_HEAD, LOCK) or path.match(_PARTS) or _ENTRY.fullmatch(path.name)
         if not is_own or not path.is_file():
@@ -431,7 +438,9 @@ def _hold(folder: Path, stack: ExitStack) -> None:
 
 
 def _describe_pipeline(pipe: Any) -> dict[str, Any]:
-    """Describe what determines a run's bits: a pipeline's classes, weights and settings, the machine."""
+    """Describe all that determines the bits of a run, to recognise the same run: classes, weights,
+    settings, machine.
+    """
     machine = describe_machine()
     device = _find_device(next(iter(find_callees(pipe))))
     scheduler = getattr(pipe, "scheduler", None)
@@ -453,13 +462,15 @@ def _describe_pipeline(pipe: Any) -> dict[str, Any]:
 
 
 def _read_settings(scheduler: Any) -> str:
-    """Return a scheduler's config as text, without private entries, whose order varies by process."""
+    """Return a scheduler's config as text, to be compared; private entries, whose order varies, are
+    left out.
+    """
     config = dict(getattr(scheduler, "config", {}))
     return repr(sorted((name, x) for name, x in config.items() if not name.startswith("_")))
 
 
 def _refuse_memories(pipe: Any) -> None:
-    """Refuse components with step caches, which would miss the calls that aren't made."""
+    """Refuse components with step caches, which would miss the calls that are read instead of made."""
     for name, module in find_components(pipe).items():
         for path, hook in _iterate_hooks(module):
             if getattr(hook, "_is_stateful", False):

@@ -1,4 +1,5 @@
-"""Conversion of component outputs to tensors and plain data for a file, and back; digests of arguments.
+"""Convert component outputs to tensors and plain data for a journal's files, and back; compute digests
+of arguments.
 
 A structure is a tree of plain values in which tensors are numbered. Strides and devices are stored, so that
 the same kernels compute with restored tensors as before. The only classes are those of model outputs and

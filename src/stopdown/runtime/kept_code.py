@@ -1,4 +1,4 @@
-"""Cache of compiled code for repaired components, reused when the same repairs are applied again.
+"""Reuse `torch.compile`'s code of a repaired component whenever the same repairs are applied again.
 
 PyTorch's compiler bakes hooks into its code and by default doesn't check them again, so code must be
 recompiled after each change of hooks. Here, it is configured to compare hooks by their ids, and the same
@@ -44,7 +44,7 @@ class KeptCode:
         return module in self._known and self._known[module][0] == repairs
 
     def forget(self, module: torch.nn.Module, repairs: tuple[ComponentPlan, ...]) -> None:
-        """Discard all compiled code, unless the module was last compiled with these repairs."""
+        """Discard all compiled code, unless it was compiled for a module with these repairs."""
         if not self.knows(module, repairs):
             torch.compiler.reset()
 
@@ -52,7 +52,9 @@ class KeptCode:
     def numbered(
         self, module: torch.nn.Module, repairs: tuple[ComponentPlan, ...]
     ) -> Iterator[None]:
-        """Give hooks that the block registers for these repairs the same ids as the last time."""
+        """Give hooks that are registered inside the block the ids that the same repairs' hooks had the
+        last time.
+        """
         if not (self.is_kept and repairs):
             yield
             return
@@ -67,7 +69,9 @@ class KeptCode:
             RemovableHandle.next_id = max(now, RemovableHandle.next_id)
 
     def _compare_hooks(self) -> None:
-        """Make the compiler check hooks; the caller must discard code that was compiled without this."""
+        """Make the compiler check hooks before it reuses code; the caller must discard code compiled
+        without this.
+        """
         if not self._has_begun:
             self._has_begun = True
             config: Any = torch._dynamo.config

@@ -1,4 +1,4 @@
-"""Gradients of a repaired call, for a backward pass that comes once its repair is off.
+"""Make gradients of a repaired call right although its repair is off when the backward pass comes.
 
 Under `stopdown run` exponents and casts are on a module for one call. A backward pass would read other
 weights than the call did, and its gradients would be those of scaled weights. So the outputs of such a
@@ -30,7 +30,8 @@ def graft_gradients(
     output: Any,
     restore: Restore,
 ) -> Any:
-    """Return a call's output with gradients from the same call in fp32.
+    """Return a call's output, detached from its graph, with gradients that come from repeating the call
+    in fp32.
 
     Args:
         given: the call's arguments, positional and by name.
@@ -50,7 +51,7 @@ def graft_gradients(
 
 
 class _LaterCall:
-    """A call that is made again in fp32 once its gradients are asked for.
+    """A call that is repeated in fp32 if a backward pass asks for its gradients.
 
     Attributes:
         wanted: parameters and arguments that gradients may be asked of.
@@ -74,7 +75,11 @@ class _LaterCall:
         self.wanted = [parameters[n] for n in self._names] + [self._leaves[i] for i in self._given]
 
     def differentiate(self, gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients with respect to `wanted`, given those with respect to the outputs."""
+        """Repeat the call in fp32, and return the gradients with respect to `wanted`.
+
+        Args:
+            gradients: those with respect to the outputs.
+        """
         tensors = {**dict(self._caller.named_parameters()), **dict(self._caller.named_buffers())}
         wide = {name: _widen(x) for name, x in tensors.items()}
         leaves = list(map(_widen, self._leaves))
@@ -98,7 +103,7 @@ class _LaterCall:
 
 
 class _Caller(torch.nn.Module):
-    """Calls a method of a module, so that `functional_call` can call any."""
+    """Wraps a module so that `torch.func.functional_call` can call any of its methods."""
 
     def __init__(self, module: torch.nn.Module, method: str) -> None:
         super().__init__()
@@ -106,19 +111,19 @@ class _Caller(torch.nn.Module):
         self.train(module.training)
 
     def train(self, mode: bool = True) -> _Caller:
-        """Set the mode of this module alone: its part keeps its own."""
+        """Set the mode of this wrapper alone; the wrapped module keeps its own."""
         self.training = mode
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method."""
+        """Call the wrapped module's method."""
         if self._method == "forward":
             return self.module(*args, **kwargs)
         return getattr(self.module, self._method)(*args, **kwargs)
 
 
 class _Later(torch.autograd.Function):
-    """Passes outputs on, and asks a `_LaterCall` for their gradients."""
+    """Autograd function that passes outputs on, and has a `_LaterCall` compute their gradients."""
 
     @staticmethod
     def forward(
@@ -138,7 +143,7 @@ def _wants_gradient(value: Any) -> bool:
 
 
 def _widen(value: Any) -> Any:
-    """Return a copy of a floating tensor in fp32, without its graph; anything else as it is."""
+    """Return a floating tensor's copy in fp32 (or wider), without its graph; anything else unchanged."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     return value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)

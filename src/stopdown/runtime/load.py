@@ -105,7 +105,10 @@ def load(
 
 
 def _ask_memory(memory: str, asked: str | Plan, target: Device) -> MemoryPlan | None:
-    """Return the memory limit of runs, or None for no limit; the CPU has one only if an amount is given."""
+    """Return the memory limit that a caller of `load` asked for; None for no limit.
+
+    The CPU has one only if an amount is given.
+    """
     check_type(
         "load(memory=...)", memory, str, 'It is "auto", an amount or "none".', 'Use memory="8GiB".'
     )
@@ -118,7 +121,9 @@ def _ask_memory(memory: str, asked: str | Plan, target: Device) -> MemoryPlan | 
 
 
 def _place(loaded: AppliedPlan, source: Source, target: Device) -> AppliedPlan:
-    """Place the weights for runs at the model's own size, as long as the pipeline exists."""
+    """Place a pipeline's weights so that runs at the model's own size fit into memory, as long as it
+    exists.
+    """
     request = complete_request(loaded.pipe, Request())
     loaded = fit_run(loaded, request, target, warn_user)
     if loaded.offloader is not None:
@@ -127,7 +132,9 @@ def _place(loaded: AppliedPlan, source: Source, target: Device) -> AppliedPlan:
 
 
 def _check_parts(parts: Mapping[str, Any], source: Source) -> None:
-    """Refuse parts that the pipeline doesn't have, and those with weights."""
+    """Refuse replacements in a call of `load` that the pipeline doesn't have as parts, and those with
+    weights.
+    """
     words = {"dtype": "precision", "torch_dtype": "precision", "device_map": "device"}
     components = source.components
     for name, part in parts.items():

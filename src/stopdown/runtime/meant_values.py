@@ -1,4 +1,4 @@
-"""NaN and Inf that a model produces on purpose: -Inf in logits, log(0), NaN as a marker.
+"""Tell NaN and Inf that a model returns on purpose (-Inf in logits, log(0), NaN as a marker) from faults.
 
 A value that isn't finite in fp32 either, with finite arguments and undamaged weights, is no fault. The call
 is repeated in fp32 with every operation inspected: each NaN or Inf in its output must originate where the
@@ -7,6 +7,7 @@ to the fp32 output as bf16's is.
 
 **Catches** faults among such values: weights and arguments that aren't finite, sums and products beyond
 fp32's maximum, elements that are finite in fp32.
+
 **Does not catch** a fault that produces as many values of the same kind as the model does on purpose; after
 `BELIEVED_AFTER` calls of a model in 16 bits, one that produces any number of values of the same kind.
 """
@@ -48,7 +49,11 @@ class Meaning:
     counts: set[int] = field(default_factory=set)
 
     def covers(self, output: Any, precision: str) -> bool:
-        """Return whether an output's NaN and Inf are like those of calls that were compared with fp32.
+        """Return whether an output's NaN and Inf are like those that the module was found to return on
+        purpose.
+
+        Args:
+            precision: that the module computes in.
 
         Cost: for each tensor, three passes and as many host reads.
         """
@@ -67,7 +72,9 @@ _MEANINGS: MutableMapping[torch.nn.Module, Meaning] = WeakKeyDictionary()
 
 
 def find_meaning(module: torch.nn.Module) -> Meaning:
-    """Return the NaN and Inf that a module is known to return on purpose; empty at first."""
+    """Return the NaN and Inf that a module is known to return on purpose; none before a call was
+    compared.
+    """
     return _MEANINGS.setdefault(module, Meaning())
 
 
@@ -80,7 +87,7 @@ def _count_kinds(output: Any) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of an output from the fp32 output.
+    """How much a call's output differs from its output in fp32.
 
     Attributes:
         places: number of elements at which one isn't finite, and the other differs.

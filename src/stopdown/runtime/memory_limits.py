@@ -1,4 +1,6 @@
-"""Memory limits of runs: choice and application of the strategy that stays within them."""
+"""Decide how a loaded pipeline's run stays within a memory limit: weights on the device, offloaded, or
+tiled.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,11 @@ def fit_run(
 
 
 def _say(loaded: AppliedPlan, **said: Any) -> AppliedPlan:
-    """Return a pipeline with these fields in its plan's `memory`."""
+    """Return a loaded pipeline with a memory decision recorded in its plan.
+
+    Args:
+        said: fields of `MemoryPlan`.
+    """
     asked = loaded.plan.memory or MemoryPlan()
     memory = MemoryPlan(asked.asked, asked.share, **said)  # nothing of an earlier size
     return dataclasses.replace(loaded, plan=dataclasses.replace(loaded.plan, memory=memory))
@@ -179,7 +185,8 @@ SEGMENTED = ("cuda", "xpu")
 
 
 def predict_pipe(pipe: Any, formats: Collection[str], request: Request, device: Device) -> Fit:
-    """Predict the memory and time of every strategy of a run.
+    """Predict the memory and time of a run under every memory strategy, such as offloading, without
+    running it.
 
     If the host memory is too small for offloaded weights, times include reads from disk.
 

@@ -50,7 +50,7 @@ class RepairLog:
         return tuple(self._left)
 
     def leave(self, component: str, text: str, *, is_fault: bool = True) -> None:
-        """Record that a component's call was left alone, once for each component.
+        """Record that a component's call is not guarded or repaired, once for each component.
 
         Args:
             text: what happened and why.
@@ -63,7 +63,7 @@ class RepairLog:
             self.mark_reported(component, "left")
 
     def give_up(self, component: str, kind: str) -> None:
-        """Record that no repair helps a component's calls of this kind."""
+        """Record that no repair helps a component's calls of this kind, so that none is searched again."""
         self._given_up.setdefault(component, set()).add(kind)
 
     def has_given_up(self, component: str, kind: str) -> bool:
@@ -75,7 +75,9 @@ class RepairLog:
         self._run_begins = len(self._repairs)
 
     def keep(self, repair: Repair) -> None:
-        """Add a repair, log it, and report it to the user if it's the first of its kind."""
+        """Record a repair, write it to the Python log, and report it to the user if it's the first of
+        its kind.
+        """
         self._repairs.append(repair)
         _LOGGER.warning(format_line(repair), extra={"repair": dataclasses.asdict(repair)})
         self.report_once(repair.component, repair.action, describe_repair(repair))

@@ -1,4 +1,4 @@
-"""The order of remedies to try after a fault, with reasons: plain rules, which read no tensor.
+"""Decide which remedies to try after NaN or Inf, and in which order: plain rules, which read no tensor.
 
 Remedies that preserve more speed and precision come first: the same call again if it was intermittent,
 exponents, exponents with an fp32 residual stream, an fp32 module, the whole component in a wider format.

@@ -1,4 +1,4 @@
-"""Check of a pipeline's own calls: NaN and Inf that no component made, faulty frames and sound.
+"""Check a pipeline's result for NaN and Inf that no component made, and for faulty frames and sound.
 
 A fault of the scheduler's last step, or of the pipeline's own arithmetic after it, reaches no component. It
 stops the run with an error that names its origin: the pipeline's arguments, its scheduler, or its own
@@ -6,6 +6,7 @@ arithmetic (guidance, scaling of latents).
 
 **Catches** NaN and Inf in a result's tensors and arrays, also latents; in the arguments of the pipeline's
 call; in the scheduler's last step and its inputs.
+
 **Does not catch** the faulty line of the pipeline's code. In pictures that were rounded to bytes, NaN is
 black, which is found by the check of frames.
 """
@@ -103,7 +104,9 @@ def _stack(pictures: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _to_array(picture: Any) -> np.ndarray[Any, Any]:
-    """Convert a picture to an array with the channels last; Diffusers' tensors have them before height."""
+    """Convert a picture to an array with the channels last; Diffusers' tensors have channels before the
+    height.
+    """
     if not isinstance(picture, torch.Tensor):
         return np.asarray(picture)
     array = picture.detach().float().cpu().numpy()
@@ -113,7 +116,7 @@ def _to_array(picture: Any) -> np.ndarray[Any, Any]:
 
 @dataclass(frozen=True)
 class FaultOrigin:
-    """The origin of a fault outside of the components.
+    """Where NaN or Inf in a pipeline's result began, if not inside a component.
 
     Attributes:
         source: `scheduler`, `pipeline`, or a component whose fault was reported before.
@@ -132,7 +135,8 @@ def find_fault_origin(
     given: Mapping[str, Any],
     unwatched: Iterable[str],
 ) -> FaultOrigin:
-    """Find the origin of NaN and Inf outside of the components.
+    """Find where NaN or Inf in a pipeline's result began: its arguments, its scheduler or its own
+    arithmetic.
 
     Args:
         steps: has the scheduler's last result and inputs.
@@ -182,7 +186,7 @@ def _say_finite(unwatched: Iterable[str]) -> str:
 
 
 class RunCheck:
-    """Checks the outputs of a pipeline."""
+    """Checks each result that a guarded pipeline returns, and reports faults."""
 
     def __init__(self, session: Session) -> None:
         self.findings: list[Finding] = []
@@ -193,7 +197,10 @@ class RunCheck:
         ] = {}  # by thread, what the pipeline was called with
 
     def run(self, call: ComponentCall) -> Any:
-        """Make one call of the pipeline, and check its output.
+        """Make one call of the pipeline, and check its result for NaN, Inf and faulty frames.
+
+        Raises:
+            NonFiniteError: if it has NaN or Inf that no component made, unless faults only warn.
 
         Cost: a pass over the result; one host read if it contains tensors.
         """
@@ -229,7 +236,11 @@ class RunCheck:
             self._report_result(f"The pipeline's result holds {counts} in {total} values.")
 
     def _report_result(self, what: str) -> None:
-        """Record NaN or Inf that no component made; raise `NonFiniteError` unless faults only warn."""
+        """Record NaN or Inf in the pipeline's result; raise `NonFiniteError` unless faults only warn.
+
+        Args:
+            what: what was found, in a sentence.
+        """
         origin = self.find_origin()
         repair = Repair(
             component="pipeline",

@@ -85,7 +85,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class RunOutput:
-    """The requested output of a run.
+    """Where and how a run's frames and sound are to be written.
 
     Attributes:
         output: path of the file; the caller writes the record.
@@ -197,7 +197,11 @@ class Runner:
             stages["load"] = time.perf_counter() - begun
 
     def _place(self, request: Request, stages: dict[str, float], announce: Announce) -> AppliedPlan:
-        """Choose and enter the memory strategy for a request's sizes, unless it was for the last run."""
+        """Choose and enter the memory strategy for a request, unless the last run had the same sizes.
+
+        Args:
+            stages: receives the seconds that it took, under `place`.
+        """
         loaded = self.loaded
         assert loaded is not None
         asked = {x.name: getattr(request, x.name) for x in dataclasses.fields(request)}
@@ -223,7 +227,9 @@ class Runner:
         return loaded
 
     def release(self) -> None:
-        """Remove the memory strategy; the next run chooses one again."""
+        """Take the memory strategy off the pipeline, so that its memory is free; the next run chooses
+        one again.
+        """
         self._placed.close()
         self._sizes = ""
         if self.loaded is not None:
@@ -295,7 +301,7 @@ def _call(pipe: Any, arguments: dict[str, Any], seed: int) -> Any:
 def write_result(
     wanted: RunOutput, made: RunResult, announce: Announce
 ) -> tuple[Path, tuple[Finding, ...]]:
-    """Write the file of a run; return its path, and the faults found in its frames and sound.
+    """Write a run's frames and sound to a file; return its path, and the faults found in them.
 
     The record of a replaced file is removed. If the file's format can't store the sound, or another frame
     rate is used, that is announced.

@@ -1,4 +1,4 @@
-"""Guards for the model calls of an unedited script that runs in this process.
+"""Guard the model calls of an unedited script, one by one, while it runs in this process (`stopdown run`).
 
 Each call of a pipeline gets its own guard, and so does each outermost module call outside of pipelines.
 The guard is removed when the call returns, so between calls the script moves, saves and adapts its
@@ -7,6 +7,7 @@ is reported once, and the script gets the model's output, as without a guard.
 
 **Catches** NaN and Inf in the outputs of components, which are repaired, inside and outside of Diffusers
 pipelines; black, grey, frozen and noisy frames in a pipeline's output, which are reported.
+
 **Does not catch** calls of modules in training, which are left alone; methods other than `encode` and
 `decode` that a script calls on a module directly, unless a pattern names them (modules that they call are
 guarded); frames that the script requested as latents.
@@ -81,7 +82,9 @@ class ModuleCalls:
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def name_callee(self, module: torch.nn.Module, method: str) -> Callee:
-        """Name a module's call by its class and order, such as `UNet`, `UNet_2`, `AutoencoderKL.decode`."""
+        """Name a script's call of a module by class and order, such as `UNet`, `UNet_2`,
+        `AutoencoderKL.decode`.
+        """
         with self._counting:
             if module not in self._names:
                 kind = type(getattr(module, "_orig_mod", module)).__name__  # of torch.compile
@@ -109,7 +112,7 @@ class ModuleCalls:
         self._reused |= dict.fromkeys(record.reused)
 
     def note_failure(self, name: str, error: Exception) -> None:
-        """Record that a call of this name raised an error, for `unwatched`."""
+        """Record that a call ended with an error, to be listed among the calls that weren't checked."""
         self._unwatched[f"A call of {name} ended with {type(error).__name__}."] = None
 
     @property
@@ -138,7 +141,9 @@ def _save_random(module: torch.nn.Module) -> Callable[[], None]:
 
 
 def _explain_leaving(module: torch.nn.Module) -> str:
-    """Return why a script's call of a module runs without a guard; "" if it is guarded."""
+    """Return the reason why a script's call of a module isn't guarded, such as `in training`; "" if it
+    is.
+    """
     if isinstance(module, torch.jit.ScriptModule):
         return "of TorchScript"
     return "in training" if is_in_training(module) else ""
@@ -205,7 +210,9 @@ class ScriptGuard:
 
     @contextlib.contextmanager
     def _meet_module(self, module: torch.nn.Module, method: str) -> Iterator[Ending | None]:
-        """Guard an outermost module call outside of pipelines, while no other thread calls the module."""
+        """Guard a call of a module outside of pipelines, made inside the block; other threads can't
+        call it meanwhile.
+        """
         if is_transformed():
             if hides_overflow(module):
                 name = self.modules.name_callee(module, method).name
@@ -217,7 +224,9 @@ class ScriptGuard:
             yield from self._guard_call(module, method)
 
     def _guard_call(self, module: torch.nn.Module, method: str) -> Iterator[Ending | None]:
-        """Put a guard on a module for one call, and record the call's statistics."""
+        """Put a guard on a module for one call (a generator for a `with` block), and record the call's
+        statistics.
+        """
         callee = self.modules.name_callee(module, method)
         guarding = self._guard_module(callee)
         if guarding is None:
@@ -242,7 +251,9 @@ class ScriptGuard:
 
     @contextlib.contextmanager
     def _casting(self, callees: Iterable[Callee]) -> Iterator[None]:
-        """Run component calls inside the block in the requested precision, with outputs cast back."""
+        """Run component calls inside the block in the precision that the user requested, with outputs
+        cast back.
+        """
         with Patches() as patches:
             if self.precision is not None:
                 for callee in callees:
@@ -251,7 +262,9 @@ class ScriptGuard:
             yield
 
     def _bring(self, callee: Callee, wanted: torch.dtype) -> bool:
-        """Cast a component from the other 16-bit format to `wanted`; return whether it is cast."""
+        """Cast a component from the other 16-bit format to `wanted`; return whether it is in that now
+        by a cast.
+        """
         module = find_module(callee)
         found = next(iter(read_precisions(module)), None)
         if found in (torch.float16, torch.bfloat16) and found != wanted:
@@ -262,7 +275,7 @@ class ScriptGuard:
         return module in self._cast
 
     def _guard_module(self, callee: Callee) -> Guard | None:
-        """Make the guard for one module call; return None if the call is left alone."""
+        """Put a guard on one module call; return None if the call is left alone."""
         why = _explain_leaving(callee.owner)
         if why:
             self.modules.left[callee.name, why] += 1
@@ -276,7 +289,7 @@ class ScriptGuard:
 
     @contextlib.contextmanager
     def _failing(self, guarding: Guard) -> Iterator[None]:
-        """Record in `failed` whether the block left a fault unrepaired."""
+        """Set `failed` at the end of the block if the guard left a fault in it without a repair."""
         before = len(guarding.repairs)
         try:
             yield
@@ -295,7 +308,9 @@ class ScriptGuard:
         self.modules.log.report_once(name, text, text)
 
     def _guard_by_plan(self, pipe: Any, options: GuardOptions) -> Guard | None:
-        """Make a guard with the plan; return None if there's no plan, or it's another model's."""
+        """Put a guard with the user's plan on a pipeline; return None without a plan, or if it is
+        another model's.
+        """
         if self.plan is None:
             return None
         try:
@@ -306,7 +321,7 @@ class ScriptGuard:
             return None
 
     def _guard_by_what_was_found(self, program: Any, options: GuardOptions) -> Guard:
-        """Make a guard that applies the repairs of earlier calls."""
+        """Put a guard on a program, with the repairs that earlier calls of it needed."""
         options = dataclasses.replace(options, repair_cache=self._repair_cache)
         made = Guard(program, options).put_on()
         while self._repair_cache.outdated:

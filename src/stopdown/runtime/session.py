@@ -78,7 +78,10 @@ Observer = Callable[[str, str, int, int], None]
 
 
 def tell_calls(progress: Progress) -> Observer:
-    """Make an observer that reports calls as progress; after the last step, it reports decoding."""
+    """Make an observer for a guard that reports component calls to a progress display.
+
+    After the last step, it reports decoding.
+    """
 
     def observe(component: str, stage: str, done: int, total: int) -> None:
         progress(stage, component, done + (stage == "denoise"), total)
@@ -176,7 +179,7 @@ class Session(SameInCopies):
         return computes_bf16(guarded.find_device(self.pipe))
 
     def put_on(self, inner: Listener, outer: Listener) -> None:
-        """Intercept the component calls that are known before a run.
+        """Intercept the component calls that are known before a run, such as a pipeline's.
 
         Args:
             inner: listener next to the component.
@@ -187,7 +190,7 @@ class Session(SameInCopies):
             self._guard_call(callee)
 
     def listen(self) -> None:
-        """Intercept outermost module calls as they happen, in a program whose calls aren't known."""
+        """Intercept outermost module calls as they happen, in a program that isn't a pipeline."""
         if not self._has_free_methods:
             return
         modules = find_adapter(self.pipe).name_modules(self.pipe)
@@ -232,7 +235,7 @@ class Session(SameInCopies):
         ]
 
     def leave(self) -> list[tuple[Component, Any]]:
-        """Restore each component under its lock, then remove all layers.
+        """End the guard: take repairs off each component under its lock, then remove all layers.
 
         Returns:
             Repaired components with the repairs that were applied.
@@ -282,7 +285,7 @@ class Session(SameInCopies):
         return [x for x in find_callees(self.pipe) if self.options.wants(x)]
 
     def _guard_call(self, callee: Callee) -> None:
-        """Intercept a component call, and stop intercepting an earlier module that it replaces."""
+        """Intercept a component call; if it was intercepted on another module before, move it."""
         assert self._listeners is not None
         state, slot = self.find_component(find_module(callee)), find_slot(callee)
         guarded = self.calls.get(callee.name)
@@ -311,7 +314,8 @@ class Session(SameInCopies):
         put_layer(callee.owner, whole, turn, guarded.patches, Rank.TURN, callee)
 
     def check(self, guarded: Call, output: object) -> CallCheck:
-        """Check a call's output and arguments, record maxima, and report arguments beyond a plan's limits.
+        """Check a finished call's output and arguments, record maxima, and report arguments beyond a
+        plan's limits.
 
         Cost: two operations, one for each module that clamps, and one host read.
         """
@@ -335,7 +339,7 @@ class Session(SameInCopies):
     def _meet_module(
         self, names: Mapping[int, str], module: torch.nn.Module, method: str
     ) -> Iterator[None]:
-        """Guard an outermost module call inside the block, if the module belongs to the program.
+        """Guard an outermost call of a module, made inside the block, if the module belongs to the program.
 
         Args:
             names: `id` of each of the program's modules → name.
@@ -402,7 +406,7 @@ class Session(SameInCopies):
             )
 
     def _leaves(self, module: torch.nn.Module, name: str) -> bool:
-        """Return whether a call belongs to training and isn't guarded; report the first such call."""
+        """Return whether a call belongs to training and so isn't guarded; report the first such call."""
         if not is_in_training(module):
             return False
         self.log.leave(
@@ -413,7 +417,7 @@ class Session(SameInCopies):
         return True
 
     def _admit(self, state: Component, callee: Callee) -> bool:
-        """Decide at its first call whether a component is guarded, and return that.
+        """Return whether a component is guarded, which is decided at its first call.
 
         Outside of pipelines it isn't if one of its submodules, or a component around it, is guarded.
         """
@@ -439,7 +443,7 @@ class Session(SameInCopies):
     # Layers
 
     def _call_whole(self, guarded: Call, call: ComponentCall) -> Any:
-        """Make a call with all hooks of its module, while other threads can't change the module.
+        """Make a call under the module's lock, so that other threads can't change the module meanwhile.
 
         If exponents are applied, the layer that checks them holds the lock instead.
         """
@@ -459,10 +463,12 @@ class Session(SameInCopies):
     def _call_outermost(
         self, outer: Listener, guarded: Call, is_free: bool, call: ComponentCall
     ) -> Any:
-        """Pass a call to the outer listener, or continue it directly if it's inside of another call.
+        """Pass an outermost call to the guard's checking listener; make one inside another guarded call
+        directly.
 
         Args:
-            is_free: whether it may be inside of another one.
+            outer: the listener.
+            is_free: whether the call may be inside another one.
         """
         if not is_plain():
             self._notice_transformed(guarded.name, guarded.module)

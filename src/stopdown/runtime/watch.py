@@ -26,14 +26,18 @@ from stopdown.scaling import CallWatch, ComponentCall
 
 
 class Watch:
-    """The two listeners on a session's component calls."""
+    """The guard's two listeners around each component call: one records its arguments, the other checks
+    its output.
+    """
 
     def __init__(self, session: Session, handler: FaultHandler) -> None:
         self.own_s = 0.0
         self._session, self._handler = session, handler
 
     def record_arguments(self, guarded: Call, call: ComponentCall) -> Any:
-        """Record the component's actual arguments for a replay, and continue the call; the inner layer."""
+        """Record the arguments that reach the component, to repeat the call later, and continue it; the
+        inner layer.
+        """
         states = list(self._session.components.values())  # another thread may add one
         is_mixed = any(x.dtype is not None or x.returns_wide for x in states)
         if not is_plain():
@@ -49,7 +53,8 @@ class Watch:
                 return guarded.state.call(call, is_mixed=is_mixed)
 
     def _noting(self, guarded: Call) -> AbstractContextManager[None]:
-        """Return a context manager that watches a call for overflows which the component's code hides.
+        """Return a context manager that notices overflows which the component's code hides, such as by
+        `tanh`.
 
         With compiled components nothing is watched, because they would be recompiled.
         """

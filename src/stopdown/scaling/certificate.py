@@ -1,10 +1,12 @@
-"""Value ranges from bounds, measurements or the tighter of both, and what they certify.
+"""Decide how large each activation can be, from proven bounds and measurements, and how much of it is
+proven.
 
-A bound holds for every input, so exponents that fit it never overflow. If a bound is much looser than
-the measured range (a group norm over a whole video), it would cost precision. So `auto` uses bounds
-only if the exponents stay about those of measured ranges, and otherwise keeps `CALIBRATED_BITS` above
-the measurement. A solution is described as plain data: exponents by the names of parameters and
-modules, and what is certified. `docs/certificates.md` has the argument.
+Exponents are chosen for these ranges. A bound holds for every input, so exponents that fit it never
+overflow. If a bound is much looser than the measured range (a group norm over a whole video), it would
+cost precision. So `auto` uses bounds only if the exponents stay about those of measured ranges, and
+otherwise keeps `CALIBRATED_BITS` above the measurement. A solution is described as plain data:
+exponents by the names of parameters and modules, and what is certified. `docs/certificates.md` has the
+argument.
 
 Not covered: inputs beyond the limits in the note.
 """
@@ -49,7 +51,8 @@ PEAK = 8.0
 
 @dataclass(frozen=True)
 class BoundedCalls:
-    """Calls of a module with measured or estimated ranges and with bounds.
+    """Calls of a module, each with measured or estimated magnitudes of its activations and with proven
+    bounds.
 
     Attributes:
         kinds: the calls with their ranges.
@@ -64,21 +67,29 @@ class BoundedCalls:
     guessed: bool = False
 
     def state(self) -> list[MeasuredCall]:
-        """Return the calls with their measured ranges, each with the proven bound of the value attached."""
+        """Return the calls with measured ranges for choosing scale exponents, and the bounds noted beside
+        them.
+        """
         return [
             replace(kind, ranges=state_bounds(kind.ranges, found.ranges))
             for kind, found in zip(self.kinds, self.bounds, strict=True)
         ]
 
     def mix(self, bits: float) -> list[MeasuredCall]:
-        """Return the calls with each measured range replaced by a bound at most `bits` looser, if any."""
+        """Return the calls with proven bounds in place of measured ranges where these cost at most
+        `bits` of precision.
+
+        A range whose bound is looser than that, or missing, is widened instead (`mix_ranges`).
+        """
         return [
             replace(kind, ranges=mix_ranges(kind.ranges, found.ranges, bits))
             for kind, found in zip(self.kinds, self.bounds, strict=True)
         ]
 
     def describe(self, scaling: Scaling) -> Scaling:
-        """Return a scaling of these calls with a note on what is certified, and for which inputs."""
+        """Return a scaling solved for these calls with a sentence on how much of it is proven, and for
+        which inputs.
+        """
         if self.guessed:
             scaling = replace(scaling, measured_bits=None)
         rest = _GUESSED if self.guessed else describe_measured(scaling)
@@ -93,7 +104,7 @@ class BoundedCalls:
 def leave_unmeasured(
     calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
 ) -> list[MeasuredCall]:
-    """Make `MeasuredCall`s without ranges from captures and their arguments."""
+    """Make calls for `bound_kinds` from captures and their arguments, without measured ranges."""
     return [MeasuredCall(x, split_values(x), {}, args, kwargs) for x, args, kwargs in calls]
 
 
@@ -105,14 +116,15 @@ def bound_kinds(
     before: BoundedCalls | None = None,
     encoded: float = EMBEDDINGS,
 ) -> BoundedCalls:
-    """Compute proven bounds of all values of calls; estimate ranges if no call was measured.
+    """Prove upper bounds of all activations and weights in calls; estimate ranges if no call was measured.
 
     Args:
         module: the module; if `load` is given, only its submodules and their attributes are used.
+        kinds: captured calls, with or without measured ranges.
         load: returns a parameter or buffer by name; None uses the module's own.
-        loose: names of parameters with the loose allowance for subnormals.
+        loose: names of parameters with the larger error allowance for fp16 subnormals.
         before: the result without loose parameters.
-        encoded: limit of encoder outputs.
+        encoded: largest magnitude to assume for a text or image encoder's outputs.
 
     Cost: one pass over the weights for each kind; with `before`, over the affected ones only.
     """
@@ -130,7 +142,7 @@ def bound_kinds(
 
 
 def _load_own(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Return a module's own tensor; one that is still in a file is read in its stored dtype."""
+    """Return the tensor with a name; one that is still in a file is read in its stored dtype."""
     stored = find_stored(tensors[name])
     if stored is None:
         return tensors[name]
@@ -138,7 +150,11 @@ def _load_own(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
 
 
 def _guess(kind: MeasuredCall, found: Bounds) -> MeasuredCall:
-    """Estimate the ranges of a call as a few times the typical size of each value; 0 if it is unknown."""
+    """Return a call that wasn't measured with estimated ranges: a few times the typical size behind
+    each bound.
+
+    An activation without a bound gets that of its inputs or 0.
+    """
     capture, blocks = kind.capture, kind.blocks
     guessed: dict[str, tuple[Range, ...]] = {}
     for node in capture.graph.graph.nodes:
@@ -156,7 +172,11 @@ def _guess(kind: MeasuredCall, found: Bounds) -> MeasuredCall:
 
 
 def _guess_unbounded(node: Node, guessed: Mapping[str, tuple[Range, ...]]) -> Range:
-    """Estimate the range of a value without a bound: a sum is as large as its summands that have one."""
+    """Estimate the range of an activation without a bound: a sum is as large as its largest known term.
+
+    Args:
+        guessed: ranges of the nodes before it.
+    """
     if not (is_kind(node, "add", "subtract", "cast") or has_trait(node, "rearranges")):
         return Range(0.0, 0.0, 0.0)
     parts = [x for source in node.all_input_nodes for x in guessed.get(source.name, ())]
@@ -165,7 +185,11 @@ def _guess_unbounded(node: Node, guessed: Mapping[str, tuple[Range, ...]]) -> Ra
 
 
 def state_bounds(measured: Ranges, bounds: Ranges) -> dict[str, tuple[Range, ...]]:
-    """Return the measured ranges, each with the proven bound of the value attached, if there is one."""
+    """Return measured ranges with the proven bound of the same tensor noted in each, if there is one.
+
+    Args:
+        measured, bounds: map node names to a range for each block.
+    """
     return {
         name: tuple(map(_state, parts, bounds[name]))
         if len(bounds.get(name, ())) == len(parts)
@@ -177,9 +201,14 @@ def state_bounds(measured: Ranges, bounds: Ranges) -> dict[str, tuple[Range, ...
 def mix_ranges(
     measured: Ranges, bounds: Ranges, loosest_bits: float
 ) -> dict[str, tuple[Range, ...]]:
-    """Replace each measured range by its bound if that is at most this much looser, else widen the range.
+    """Replace each measured range by its proven bound if that is at most some bits looser, else widen
+    the range.
 
     Typical sizes stay the measured ones.
+
+    Args:
+        measured, bounds: map node names to a range for each block.
+        loosest_bits: log2 of the largest ratio of bound to measurement at which the bound is used.
     """
     mixed = {}
     for name, parts in measured.items():
@@ -201,7 +230,9 @@ def _choose(seen: Range, bound: Range, loosest_bits: float) -> Range:
 
 
 def _state(seen: Range, bound: Range) -> Range:
-    """Return a measured range with the proven bound of the same value attached."""
+    """Return a measured range with the proven bound of the same tensor noted; unchanged if the bound is
+    smaller.
+    """
     if seen.amax > bound.amax:
         return seen
     return replace(seen, bound=bound.amax, least_stored=bound.least_stored)
@@ -212,17 +243,22 @@ def _widen(seen: Range) -> Range:
 
 
 def find_uncertain(limits: Iterable[Limit], exponent: Callable[[int], int]) -> list[Limit]:
-    """List the fp16 values and weights that no proven bound keeps in range with these exponents.
+    """List the fp16 activations and weights that no proven bound keeps in range once they are scaled.
 
     Bounds include an allowance for subnormals that suffices only if the largest magnitude is not tiny
-    after scaling. If it is, the value or weight counts as uncertain. Operations that only move values
+    after scaling. If it is, the tensor counts as uncertain. Operations that only move elements
     don't round.
+
+    Args:
+        exponent: maps an unknown to its exponent.
     """
     return [limit for limit in limits if not _is_certain(limit, exponent(limit.unknown))]
 
 
 def _is_certain(limit: Limit, exponent: int) -> bool:
-    """Return whether the bound times `2**exponent` is exactly in range, with its allowances valid."""
+    """Return whether a proven bound, times `2**exponent`, is in fp16's range and its error allowances
+    hold there.
+    """
     seen = limit.range
     largest = seen.amax if limit.weight else seen.largest
     if not largest <= FP16.largest * 2.0**-exponent:
@@ -233,7 +269,11 @@ def _is_certain(limit: Limit, exponent: int) -> bool:
 
 
 def find_least_headroom(limits: Iterable[Limit], exponent: Callable[[int], int]) -> float | None:
-    """Return the least headroom of the given values in bits below fp16's maximum; None without values."""
+    """Return the least headroom of scaled tensors in bits below fp16's maximum; None if there are none.
+
+    Args:
+        exponent: maps an unknown to its exponent.
+    """
     rooms = (headroom_bits(x.range.amax, x.dtype) - exponent(x.unknown) for x in limits)
     found = min(rooms, default=math.inf)
     return found if math.isfinite(found) else None
@@ -243,7 +283,9 @@ _MEASURED = "the rest were measured"
 
 
 def describe_measured(scaling: Scaling) -> str:
-    """Describe the evidence for values that no proven bound keeps in range, with their headroom."""
+    """Describe, for people, the evidence for activations that no proven bound keeps in range: `the rest
+    were measured…`.
+    """
     if scaling.measured_bits is None:
         return _MEASURED
     return f"{_MEASURED} and have {describe_least(scaling.measured_bits)}"
@@ -263,11 +305,12 @@ def _describe_scores(bounds: Sequence[Bounds]) -> list[str]:
 
 
 def describe_share(values: int, bounded: int, rest: str = _MEASURED, limits: str = "") -> str:
-    """Describe the certified share: `100 % of 253 fp16 values certified.`, or less and the rest's evidence.
+    """Describe the proven share: `100 % of 253 fp16 values certified.`, or less and the rest's evidence.
 
     Args:
-        rest: evidence for the values that are not certified.
-        limits: the assumptions of the certificate: `, for latents up to 64`.
+        values, bounded: number of fp16 activations and weights, and of those that are proven.
+        rest: evidence for the others.
+        limits: the assumptions of the proof: `, for latents up to 64`.
     """
     if not values:
         return "No value is in fp16."
@@ -279,7 +322,9 @@ Of = TypeVar("Of", int, tuple[int, int])
 
 
 def describe_solution(problem: Problem, solution: Solution) -> Scaling:
-    """Return a solver's solution as a record, with names instead of unknowns."""
+    """Return a solver's solution as a `Scaling` record, with names of parameters and modules for
+    unknowns.
+    """
 
     def at(unknown: int) -> int:
         return solution.exponents[problem.system.find(unknown)]
@@ -314,7 +359,12 @@ def describe_solution(problem: Problem, solution: Solution) -> Scaling:
 
 
 def _list_layers(problem: Problem, at: Callable[[int], int]) -> dict[str, tuple[int, int]]:
-    """Return the exponents of input and output for the layers where these are the same in every call."""
+    """Return the scale exponents of input and output of the layers for which these are the same in
+    every call.
+
+    Args:
+        at: maps an unknown to its exponent.
+    """
     calls = {
         path: {(at(source), at(result)) for source, result in ends}
         for path, ends in problem.layers.items()
@@ -324,13 +374,17 @@ def _list_layers(problem: Problem, at: Callable[[int], int]) -> dict[str, tuple[
 
 
 def _find_operands(problem: Problem, fp32_modules: tuple[str, ...]) -> Operands:
-    """Return the fp32 parameters of mixed-dtype code and those that fp32 modules use from elsewhere."""
+    """Return the casts for mixed-dtype code, and parameters that must be fp32 since fp32 modules use
+    them.
+    """
     guests = {name for path in fp32_modules for name in problem.guests.get(path, ())}
     return merge_operands(problem.operands, Operands(fp32_parameters=tuple(guests)))
 
 
 def _join_columns(named: Mapping[str, Of]) -> dict[str, Of]:
-    """Replace the entries of a weight's column blocks, if all are equal, by one entry for the weight."""
+    """Replace the entries of a weight's column blocks by one entry for the weight, if all of them are
+    equal.
+    """
     values: dict[str, set[Of]] = {}
     for name, value in named.items():
         values.setdefault(split_fold_name(name)[0], set()).add(value)

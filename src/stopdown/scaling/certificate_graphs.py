@@ -1,4 +1,4 @@
-"""Export of captured calls as rules of `stopdown_verify`, which checks a plan's bounds independently.
+"""Write captured calls as rules for `stopdown_verify`, which checks a plan's bounds without this library.
 
 Each captured graph of the plan becomes a list of rules. The checker derives each bound, the exponents
 of each value and what is not covered by itself. Of the bounds computed here, the file has only
@@ -85,7 +85,7 @@ def export_graphs(
     tied: Mapping[str, tuple[str, ...]],
     load: Load,
 ) -> dict[str, Any]:
-    """Export captured calls of a module as rules of the checker, which fills in the bounds.
+    """Write captured calls of a module as rules for the checker `stopdown_verify`.
 
     Args:
         captured: captures of the calls, with their arguments.
@@ -107,7 +107,7 @@ def export_graphs(
 
 
 class _TensorReader:
-    """Names, values and exponents of the tensors in a component's files."""
+    """Looks up the tensors of a checkpoint's files for a certificate: names, values and exponents."""
 
     def __init__(
         self,
@@ -118,11 +118,16 @@ class _TensorReader:
         self.tensors, self._tied, self.load = tensors, tied, load
 
     def find(self, name: str) -> str | None:
-        """Return the name of a parameter's tensor in the files; None for a buffer in none of them."""
+        """Return the name under which the files have a parameter; None for a buffer that isn't in them."""
         return next((x for x in (name, *self._tied.get(name, ())) if x in self.tensors), None)
 
     def describe(self, key: str, scaling: Scaling) -> dict[str, Any]:
-        """Return the exponents of a tensor's rows and columns, and whether it stays in fp32."""
+        """Return a stored tensor's certificate entry: the exponents of its rows and columns, and
+        whether it stays fp32.
+
+        Args:
+            key: the tensor's name in the files.
+        """
         names = {key, *self._tied.get(key, ())}
         folds = []
         shape = (*self.tensors[key].shape, 1, 1)
@@ -137,7 +142,7 @@ class _TensorReader:
 
 
 class _Exporter:
-    """Exports one captured call as rules of `stopdown_verify`, in the order of its graph."""
+    """Writes one captured call as a list of `stopdown_verify` rules, in the order of its graph."""
 
     def __init__(
         self, module: torch.nn.Module, scaling: Scaling, measured: MeasuredCall, stated: InputStatement,
@@ -180,7 +185,11 @@ class _Exporter:
         }
 
     def _drop_unused(self, used: set[str]) -> None:
-        """Remove integer nodes from which no floating value is computed."""
+        """Remove integer results from which no floating one is computed, so that the file is smaller.
+
+        Args:
+            used: names of the outputs; names that other rules read are added.
+        """
         kept = []
         for n in reversed(self.nodes):
             if n["dtype"] != "int" or n["id"] in used:
@@ -205,7 +214,13 @@ class _Exporter:
             self._change_aliases(node)
 
     def _add(self, node: Node, made: dict[str, Any], shape: Any = None) -> str:
-        """Append a value of a node to the rules, and return its name; several of one node are numbered."""
+        """Append a checker's rule for a node, and return the name of its result; several rules of one
+        node are numbered.
+
+        Args:
+            made: the rule with its arguments.
+            shape: shape of the result; None for the node's.
+        """
         shape = list(shape_of(node)) if shape is None else list(shape)
         same = self._counts[node.name] = self._counts.get(node.name, -1) + 1
         name = f"{node.name}.{same}" if same else node.name
@@ -221,7 +236,9 @@ class _Exporter:
         return name
 
     def _change_aliases(self, node: Node) -> None:
-        """Apply a write in place to all exported values that share the storage."""
+        """Replace the rules' names of all tensors that share a storage which this node has written in
+        place.
+        """
         root, new = self.aliases.get(node), self.ids[node]
         for other in [
             x for x, y in self.aliases.items() if y is root and x in self.ids and x is not node
@@ -238,9 +255,10 @@ class _Exporter:
     # operands
 
     def _ref(self, value: Any, user: Node | None = None) -> str | None:
-        """Return the exported name of an operand as its user reads it; None if it can't be exported.
+        """Return the name that a node's result has in the certificate, as its user reads it; None if it
+        can't be exported.
 
-        Inside a module whose output is multiplied, users read the value before that multiply.
+        Inside a module whose output is multiplied, users read the result before that multiply.
         """
         if not isinstance(value, Node):
             return None
@@ -256,7 +274,9 @@ class _Exporter:
         return self.ids[value]
 
     def _begin(self, node: Node) -> dict[str, Any] | None:
-        """Return the rule of an input, a constant or a parameter; None for integers without a limit."""
+        """Return the checker's rule of an input, a constant or a parameter; None for integers without
+        an assumed limit.
+        """
         limits = self.stated.limits
         name = self.capture.parameters.get(node.name)
         if name is not None:
@@ -297,7 +317,9 @@ class _Exporter:
         return {"rule": "input", "name": name, "largest": largest}
 
     def _fold(self, node: Node) -> torch.Tensor | None:
-        """Compute the value of a node that depends on constants alone; return None for other nodes."""
+        """Compute the result of a node that depends on constants alone, to be written as a constant;
+        else return None.
+        """
         if node not in self._folded:
             self._folded[node] = None
             with contextlib.suppress(Exception):  # a failing operation is no constant
@@ -373,7 +395,14 @@ class _Exporter:
         return {"rule": "spread", "from": [self._first(node)]}
 
     def _export_part(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Export a slice along one dimension, viewed in the node's shape."""
+        """Return the checker's rule of a slice, or of one result of a split, along one dimension.
+
+        Args:
+            given: the node's arguments by name, here and in all `_export_*` methods.
+
+        Raises:
+            _NoRule: if the indices depend on data.
+        """
         if not is_part(node) or not has_known_indices(node):
             raise _NoRule
         source, (start, stop), dim = find_part(node)
@@ -399,7 +428,12 @@ class _Exporter:
         return {"rule": "join", "from": parts, "dim": dim}
 
     def _mix(self, node: Node, last: bool = False) -> dict[str, Any]:
-        """Export a result of rearranged elements of the first input; with `last`, within each channel."""
+        """Return the checker's rule of a result that holds elements of the first input in any order, or
+        means of them.
+
+        Args:
+            last: whether elements stay in their channel, the last dimension.
+        """
         source, shape = node.args[0], shape_of(node)
         before, name, of = shape_of(source), self._first(node), "rows" if last else "places"
         if len(before) == len(shape):
@@ -415,7 +449,12 @@ class _Exporter:
         return self._pad_each(node, given) if "sequences" in given else self._mix(node)
 
     def _pad_each(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Export `pad_sequence`: each sequence padded with zeros to the longest, then stacked."""
+        """Return the checker's rule of `pad_sequence`: each sequence zero-padded to the longest, then
+        stacked.
+
+        Raises:
+            _NoRule: if other numbers are padded, or the batch isn't the first dimension.
+        """
         shape, parts = shape_of(node), []
         if not given.get("batch_first") or given.get("padding_value"):
             raise _NoRule
@@ -429,7 +468,9 @@ class _Exporter:
         return {"rule": "join", "from": parts, "dim": 0}
 
     def _export_complex(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Export complex numbers as their magnitudes: `sqrt(2 mean(x**2))` of each pair."""
+        """Return the checker's rule of `view_as_complex`: the magnitude `sqrt(2 mean(x**2))` of each
+        pair of numbers.
+        """
         before = shape_of(node.args[0])
         made = {"rule": "power", "halves": 4, "from": [self._first(node)]}
         kept, last = (*before[:-1], 1), len(before) - 1
@@ -444,7 +485,9 @@ class _Exporter:
         return {"rule": "view", "from": [self._add(node, made, kept)]}
 
     def _export_real(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Export a complex number's real and imaginary parts as its magnitude times a cosine."""
+        """Return the checker's rule of `view_as_real`: each part is the complex number's magnitude
+        times a cosine.
+        """
         shape = shape_of(node)
         name = self._add(node, {"rule": "view", "from": [self._first(node)]}, (*shape[:-1], 1))
         turned = self._add(node, {"rule": "bounded", "function": "cos"}, shape)
@@ -571,7 +614,11 @@ class _Exporter:
         return {"rule": "power", "halves": int(exponent * 2), "from": [self._first(node)]}
 
     def _export_vector_norm(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Export the root of a sum of squares, which one kernel computes without fp16 intermediates."""
+        """Return the checker's rule of a 2-norm: the root of a sum of squares, without fp16 intermediates.
+
+        Raises:
+            _NoRule: for other norms, and for a result in fp16.
+        """
         found = read_vector_norm(node)
         if found is None or node.meta["val"].dtype == torch.float16:
             raise _NoRule
@@ -588,7 +635,7 @@ class _Exporter:
         return {"rule": "exp", "from": [self._first(node)]}
 
     def _export_halves(self, halves: int, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Export square, roots and reciprocal as `x ** (halves / 2)`."""
+        """Return the checker's rule of a square, root or reciprocal: `x ** (halves / 2)`."""
         return {"rule": "power", "halves": halves, "from": [self._first(node)]}
 
     def _export_shrink(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -647,7 +694,15 @@ class _Exporter:
     # rules that read weights
 
     def _weigh(self, given: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-        """Return the names of stored tensors among the arguments, and the rows of them that are used."""
+        """Return the entries of a checker's rule for the weights that an operation reads: names in the
+        files, rows used.
+
+        Args:
+            keys: names of the operation's arguments, such as `"weight"`.
+
+        Raises:
+            _NoRule: if an argument isn't stored in a file.
+        """
         made: dict[str, Any] = {}
         for key in keys:
             value = given.get(key)
@@ -704,7 +759,11 @@ class _Exporter:
         return {"rule": "matmul", "from": [self._need(x, node) for x in pair]}
 
     def _export_einsum(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Export an einsum that only permutes the dimensions of one operand."""
+        """Return the checker's rule of an einsum that only permutes the dimensions of one operand.
+
+        Raises:
+            _NoRule: for other einsums.
+        """
         letters, _, kept = str(given["equation"]).replace(" ", "").partition("->")
         if len(set(letters)) < len(letters) or sorted(letters) != sorted(kept):
             raise _NoRule
@@ -721,7 +780,10 @@ class _Exporter:
         return {"rule": "attention", "from": [*names, *([found] if found else [])]}
 
     def _ask_lengths(self) -> None:
-        """Add witnesses of singular values to products whose results reach another product."""
+        """Add evidence of a weight's largest singular value to linears whose results reach another linear.
+
+        With it the checker bounds row norms, which tightens the second bound.
+        """
         users: dict[str, list[dict[str, Any]]] = {}
         for n in self.nodes:
             for name in n["from"]:
@@ -758,7 +820,9 @@ def _find_squares(reading: _TensorReader, name: str, part: tuple[int, int]) -> l
 
 
 class _NoRule(Exception):
-    """Raised if no rule of the certificate fits an operation."""
+    """Raised by an `_export_*` method if the checker has no rule for an operation, so that it becomes
+    `unknown`.
+    """
 
 
 _POWERS = ("square", "sqrt", "rsqrt", "reciprocal")

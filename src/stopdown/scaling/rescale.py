@@ -1,4 +1,6 @@
-"""`rescale_`: from a module and its arguments to folded exponents."""
+"""`rescale_`: search scale exponents for a module and example calls, try them, and fold them into the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def rescale_(
     verify: bool = True,
     cast: bool = False,
 ) -> Rescaling:
-    """Fold exponents into a module so that these calls run in fp16 without overflow.
+    """Scale a module's weights by powers of two so that these calls run in fp16 without overflow.
 
     In fp32, these calls return the same values as before, bit for bit; no dtype changes. A call with
     other optional arguments or outputs is traced, and refused if the exponents don't hold for it. The
@@ -154,7 +156,10 @@ def _fold(module: torch.nn.Module, scaling: Scaling, patches: Patches) -> None:
 
 
 def _list_calls(module: torch.nn.Module, args: Any, kwargs: Any, calls: Any) -> list[PlainCall]:
-    """List the calls with their arguments; a call of the module itself comes first."""
+    """Return all example calls given to `rescale_` as (function, args, kwargs), after checking their types.
+
+    A call of the module itself comes first.
+    """
     remedy = "Use rescale_(module, args, kwargs), or calls=[(module.decode, (x,), {})]."
     args = (args,) if isinstance(args, torch.Tensor) else args
     expected = "Positional arguments are a tensor, or a tuple of all; keyword arguments a table."
@@ -171,5 +176,7 @@ def _list_calls(module: torch.nn.Module, args: Any, kwargs: Any, calls: Any) -> 
 
 
 def _narrow(value: torch.Tensor) -> torch.Tensor:
-    """Cast an fp32 argument to fp16 as autocast would for a product; vectors, such as times, stay fp32."""
+    """Cast an fp32 argument to fp16, as autocast would for a matrix product; vectors, such as times,
+    stay fp32.
+    """
     return value.half() if value.dtype == torch.float32 and value.dim() > 1 else value

@@ -317,7 +317,7 @@ def test_what_returns_no_value_needs_no_rule(name: str) -> None:
     source.meta["val"] = torch.ones(2)
     packet = getattr(torch.ops.aten, name)
     node = graph.call_function(getattr(packet, packet.overloads()[0]), (source,))
-    assert rules.find_rule(node) == (rules.free, False)
+    assert rules.find_rule(node) == (rules.state_nothing, False)
 
 
 @pytest.mark.parametrize("name", ["item", "equal"])

@@ -1,4 +1,5 @@
-"""Affine rows: what is known of rows behind a norm, `n * gain + table[t] + rest`.
+"""Track rows of activations behind a norm as `n * gain + table[t] + rest`, for tighter bounds of the
+next linear.
 
 A norm returns a row `n` of known length. A modulated transformer multiplies it by a scale and adds a
 shift, both of which depend on the timestep alone; the norm's own weight and bias do the same with
@@ -41,8 +42,12 @@ TABLE_ROUNDING = 2.0**-22
 _PASSING = ("identity", "cast", "reshape", "expansion", "slice")
 
 
-def follow(op: BoundedOperation) -> AffineRows:
-    """Return the affine rows `n * gain + table[t] + rest` of a result, before its own rounding, or ()."""
+def find_affine_rows(op: BoundedOperation) -> AffineRows:
+    """Return a result's rows in the form `n * gain + table[t] + rest`, from those of its inputs; () if
+    unknown.
+
+    `n` is a norm's output and `t` the timestep. The rounding of the result itself isn't included.
+    """
     node = op.node
     if not op.shape:
         return ()
@@ -67,13 +72,19 @@ def follow(op: BoundedOperation) -> AffineRows:
     return op.known.affine_rows(source) if before[-1:] == op.shape[-1:] else ()
 
 
-def rounded(affine_rows: AffineRows, error: torch.Tensor) -> AffineRows:
-    """Add a rounding error `[d]` or `[1]` per channel to the `rest` of affine rows."""
+def add_rounding_error(affine_rows: AffineRows, error: torch.Tensor) -> AffineRows:
+    """Add an operation's rounding error to the unknown part `rest` of rows `n * gain + table[t] + rest`.
+
+    Args:
+        error: largest error of each channel, `[d]` or `[1]` float64.
+    """
     return tuple(replace(x, rest=x.rest + error) for x in affine_rows)
 
 
-def by_channel(bound: Bound) -> torch.Tensor:
-    """Return the largest magnitude of each channel (last dimension), `[d]` or `[1]` float64."""
+def find_largest_by_channel(bound: Bound) -> torch.Tensor:
+    """Return the largest magnitude in each channel (last dimension) that a bound allows, `[d]` or `[1]`
+    float64.
+    """
     return largest_over(bound.peak, range(bound.peak.dim() - 1)).reshape(-1)
 
 
@@ -92,7 +103,13 @@ def _begin(op: BoundedOperation) -> AffineRows:
 
 
 def _load(op: BoundedOperation, name: str, count: int) -> torch.Tensor | None:
-    """Load a norm's weight or bias, `[d]` float64: zeros without one, None if it is no parameter."""
+    """Load a norm's weight or bias, `[d]` float64: zeros if the norm has none, None if it isn't a
+    parameter.
+
+    Args:
+        name: `"weight"` or `"bias"`.
+        count: number d of channels.
+    """
     if not isinstance(op.given.get(name), Node):
         return torch.zeros(count).double()
     found = op.load(name)
@@ -106,7 +123,11 @@ def _error_of(op: BoundedOperation, name: str, values: torch.Tensor) -> torch.Te
 
 
 def _begin_written(op: BoundedOperation) -> AffineRows:
-    """Return the affine row, with gain 1 and no shift, of a norm written out in elementwise operations."""
+    """Return the rows of an RMS norm that code writes out in elementwise operations, as `n * gain +
+    table[t] + rest`.
+
+    `gain` is 1, the rest 0. Return () for other operations.
+    """
     bound = find_written_norm(op)
     if bound is None or bound.rows != {len(op.shape) - 1}:
         return ()
@@ -120,7 +141,7 @@ def _multiply(op: BoundedOperation) -> AffineRows:
         bound = op.find(factor)
         if bound is None:
             return ()
-        size = _spread(by_channel(bound), op.shape[-1])
+        size = _spread(find_largest_by_channel(bound), op.shape[-1])
         table = _read_table(op, factor)
         made = []
         for row in rows:
@@ -140,10 +161,10 @@ def _add(op: BoundedOperation) -> AffineRows:
         bound = op.find(other)
         if bound is None:
             return ()
-        size = _spread(by_channel(bound), op.shape[-1])
+        size = _spread(find_largest_by_channel(bound), op.shape[-1])
         table = _read_table(op, other)
         if table is None:
-            return rounded(rows, size)
+            return add_rounding_error(rows, size)
         return tuple(
             replace(
                 x,
@@ -156,7 +177,11 @@ def _add(op: BoundedOperation) -> AffineRows:
 
 
 def _pairs(op: BoundedOperation) -> list[tuple[AffineRows, object]]:
-    """Return, for each operand of a sum or product with affine rows, the rows and the other operand."""
+    """Return, for a sum or product, pairs of one operand's known rows `n * gain + table[t] + rest` and
+    the other operand.
+
+    Operands without such rows are left out.
+    """
     first, other = op.given["self"], op.given["other"]
     if first is other:
         return []
@@ -173,9 +198,10 @@ def _spread(size: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _read_table(op: BoundedOperation, value: object) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return a value that depends on the timestep alone as a table `[T, d]`, and its error `[d]`.
+    """Return the values at every timestep, `[T, d]`, of an operand that depends on the timestep alone.
 
-    Return None for other values, and if the rows at one timestep differ.
+    The second result is the largest error of each channel, `[d]`. Return None for other operands, and
+    if rows at one timestep differ.
     """
     held, count = op.known.exact(value) if isinstance(value, Node) else None, op.shape[-1]
     if held is None or not held.center.is_floating_point():
@@ -200,7 +226,10 @@ def _join(op: BoundedOperation) -> AffineRows:
 
 
 class Image:
-    """Columns by which a weight `[out, d]` is multiplied to bound its products with n affine rows.
+    """Columns that a weight `[out, d]` is multiplied by to bound its products with n rows `n * gain +
+    table[t] + rest`.
+
+    One pass over the weight then suffices.
 
     Attributes:
         plain: signed columns `[d, k]` for `multiply_rows`: the bases of the rows' tables side by side.
@@ -217,7 +246,8 @@ class Image:
         self.squares = torch.stack([x.gain.square() for x in affine_rows], 1)
 
     def bound(self, products: Products, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bound each element of `weight @ row`, and each partial sum of it, for all affine rows.
+        """Bound each element of `weight @ row`, and each partial sum of it, for all rows `n * gain +
+        table[t] + rest`.
 
         Both are `[out]` float64. Shifts of opposite signs may cancel in the whole sum but not in a
         partial one, which is bounded by magnitudes.
@@ -240,9 +270,15 @@ class Image:
 def _move_most(
     products: Products, affine_rows: Sequence[AffineRow], device: torch.device
 ) -> torch.Tensor:
-    """Return the largest magnitude of each weight row times each affine row's table, `[out, n]`.
+    """Return the largest magnitude of `weight @ table[t]` over timesteps t, for each weight row and
+    each of n tables.
 
-    It is computed from `products.plain`, the products with the bases of the tables side by side.
+    The result is `[out, n]`.
+
+    Args:
+        products: products of the weight with the columns of an `Image`.
+        affine_rows: rows `n * gain + table[t] + rest`.
+        device: where the products with the timesteps' coefficients are computed.
     """
     parts = products.plain.split([len(x.basis[1]) for x in affine_rows], dim=1)
     norms, moved = products.squares[:, 0].sqrt().clamp(min=1e-300), []

@@ -1,7 +1,8 @@
-"""Evaluation of values that depend on constants and the timestep alone, at every timestep.
+"""Compute activations that depend on constants and the timestep alone at every timestep, instead of
+bounding them.
 
-Values are computed in float64, and products with large weights in fp32; the radius includes the error
-of that. Values whose operation has no rule here are bounded like all others.
+Exact values are tighter than bounds. They are computed in float64, and products with large weights in fp32;
+an error radius covers that. Activations whose operation has no rule here are bounded like all others.
 """
 
 from __future__ import annotations
@@ -53,15 +54,16 @@ than this."""
 
 
 def writes_in_place(node: Node) -> bool:
-    """Return whether an operation writes into one of its inputs."""
+    """Return whether an operation writes into one of its inputs, as `add_` does."""
     name = operation(node)
     return name.endswith("_") and not name.startswith("__") and name != "detach_"
 
 
 def evaluate(node: Node, known: KnownValues) -> Any:
-    """Compute a node's value at every timestep, or return None if its inputs aren't known so.
+    """Compute a node's result at every timestep, if all of its inputs were computed so; else return None.
 
-    The value is an `Interval`, or a list of them for an operation with several results.
+    The result is an `Interval` (values with an error radius), or a list for an operation with several
+    results.
     """
     held = {x: known.held.get(x) for x in node.all_input_nodes}
     sources = [x for x, value in held.items() if isinstance(value, (Interval, list))]
@@ -107,8 +109,8 @@ def _choose_rule(node: Node, values: list[Interval]) -> Rule | None:
 def _run(node: Node, values: Mapping[Node, Interval], part: str = "center") -> Any:
     """Run an operation on one field of its inputs' intervals: `center`, `radius` or `largest`.
 
-    It runs in float64, or in fp32 if that is accurate enough. Batched centers are mapped over the
-    timesteps.
+    It runs in float64, or in fp32 if that is accurate enough. Centers with a timestep dimension are mapped
+    over it.
     """
     nodes = list(values)
     batched = [part == "center" and values[n].batched for n in nodes]
@@ -128,7 +130,9 @@ def _run(node: Node, values: Mapping[Node, Interval], part: str = "center") -> A
 
 
 def _run_by_element(node: Node, values: Mapping[Node, Interval]) -> torch.Tensor:
-    """Run an elementwise operation on centers; entries repeated along a dimension are computed once."""
+    """Run an elementwise operation on its inputs' exact values, once for entries that broadcasting
+    repeats.
+    """
     if len(values) > 1:
         made = _run(node, values)
     else:
@@ -139,7 +143,10 @@ def _run_by_element(node: Node, values: Mapping[Node, Interval]) -> torch.Tensor
 
 
 def _does_in_fp32(node: Node) -> bool:
-    """Return whether fp32 suffices: its errors are 0, or small beside the allowance for rounding."""
+    """Return whether an operation may be computed in fp32 here without float64's accuracy.
+
+    It may if its errors are 0, or small beside the allowance for rounding.
+    """
     if has_trait(node, "rearranges"):
         return True
     numbers = [x for x in arguments(node).values() if isinstance(x, (int, float))]
@@ -198,7 +205,10 @@ def _compute_known(node: Node, values: Mapping[Node, Interval]) -> Any:
 
 
 def _round(node: Node, value: Interval) -> Interval:
-    """Add the error of rounding a result to the node's dtype; a cast rounds once, others twice."""
+    """Add to an interval's radius the error of rounding the result to the node's dtype.
+
+    A cast rounds once, other operations are taken to round twice.
+    """
     held = node.meta.get("val")
     if not isinstance(held, torch.Tensor) or not value.center.is_floating_point():
         return value
@@ -220,7 +230,9 @@ def _cast(node: Node, values: Mapping[Node, Interval]) -> Any:
 
 
 def _is_held(value: Interval, dtype: torch.dtype) -> bool:
-    """Return whether an interval has no error and a dtype represents its center exactly."""
+    """Return whether casting an interval's values to a dtype adds no error: they are exact and the
+    dtype holds them.
+    """
     center = drop_repeated(value.center) if value.batched else value.center
     return not bool(value.radius.any()) and torch.equal(center.to(dtype).to(center.dtype), center)
 
@@ -261,7 +273,11 @@ def _apply_sum(node: Node, values: Mapping[Node, Interval]) -> Any:
 
 
 def _finish(node: Node, values: Mapping[Node, Interval], radius: torch.Tensor) -> Interval:
-    """Compute an elementwise result; `radius` is the error due to its inputs, without its own rounding."""
+    """Compute an elementwise result's exact values, and return them with a given error radius.
+
+    Args:
+        radius: largest error of each element due to the inputs; rounding of the result isn't in it.
+    """
     center = _run_by_element(node, values)
     batched = any(x.batched for x in values.values())
     return Interval(center, radius.expand(center.shape[1:] if batched else center.shape), batched)
@@ -322,10 +338,18 @@ def _bound_errors(
     bias: torch.Tensor | None,
     floor: float,
 ) -> Interval:
-    """Return an interval with bounds of a linear's errors: those inherited from its input, and its own.
+    """Bound the errors of a linear's output: those inherited from its input, and those of its own
+    arithmetic.
 
     Its own come from rounding its weights (none if fp16 represents them), its bias and its sums. A
-    large product is evaluated in fp32, which adds an error. The center is still that of the input.
+    large product is evaluated in fp32, which adds an error.
+
+    Args:
+        value: the linear's input.
+        floor: allowance for the weight's subnormals in fp16, relative to its largest magnitude.
+
+    Returns:
+        An interval with these errors; its center is still the input's, to be replaced by the caller.
     """
     before, shape = value.radius.shape[:-1], (*value.radius.shape[:-1], -1)
     rounding = ROUNDING.get(node.meta["val"].dtype, 0.0)

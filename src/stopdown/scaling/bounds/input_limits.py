@@ -1,4 +1,5 @@
-"""Limits of a component's inputs: the assumptions on which a certificate rests.
+"""Assumed limits of a model's inputs (latents, embeddings, timesteps), on which proofs against overflow
+rest.
 
 Integer timesteps are finitely many and are computed one by one. Others lie in cells around as many
 points. Token ids need no limit. Sizes, crops and positions are those of the captured call. Any other
@@ -7,6 +8,7 @@ Tokens, latents and embeddings are at most as long, high and wide as in a captur
 
 **Catches** latents, pictures, embeddings, rotary tables, masks, timesteps and size conditions with the
 names that Diffusers and Transformers use.
+
 **Does not catch** an argument of another name that is larger than a latent: give its limit.
 """
 
@@ -62,7 +64,8 @@ def state_limits(
     measured: Mapping[str, float] | None = None,
     encoded: float = EMBEDDINGS,
 ) -> InputLimits:
-    """Return the assumptions about a call's inputs: largest magnitudes, timesteps and fixed values.
+    """Return the assumptions about one call's inputs: largest magnitudes, possible timesteps and fixed
+    values.
 
     Args:
         args, kwargs: arguments of the captured call. Only names, dtypes and sizes are used, and the
@@ -70,7 +73,7 @@ def state_limits(
         names: names of the positional arguments, in order.
         measured: maps each placeholder name to the largest magnitude seen. A limit is at least twice
             that.
-        encoded: limit of encoder outputs.
+        encoded: largest magnitude to assume for a text or image encoder's outputs.
     """
     seen = measured or {}
     found: dict[str, float] = {}
@@ -88,10 +91,13 @@ def state_limits(
 
 
 def list_timesteps(tensor: torch.Tensor) -> Timesteps:
-    """Return the possible timesteps: each integer from 0 to 1000, or cells if the tensor is floating.
+    """Return all timesteps to prove bounds for: each integer from 0 to 1000, or 2000 cells of real numbers.
 
-    Cells go from 0 to 1 if the call's own timesteps are in that range, else from 0 to 1000. A timestep
-    of 0, as in a run of one step, fits both ranges and gets the larger one.
+    Cells are for a floating tensor. They go from 0 to 1 if the call's own timesteps are in that range, else
+    from 0 to 1000. A timestep of 0, as in a run of one step, fits both ranges and gets the larger one.
+
+    Args:
+        tensor: the call's timestep argument.
     """
     if not tensor.is_floating_point():
         return Timesteps(torch.arange(TIMESTEPS + 1))
@@ -102,7 +108,7 @@ def list_timesteps(tensor: torch.Tensor) -> Timesteps:
 
 @dataclass(frozen=True)
 class InputStatement:
-    """Names, limits and sizes of the inputs of one captured call.
+    """Names, assumed limits and sizes of the inputs of one captured call.
 
     Attributes:
         method: called method; `forward` for the module itself.
@@ -117,7 +123,9 @@ class InputStatement:
     sizes: tuple[tuple[str, Size], ...]
 
     def find_size(self, placeholder: str) -> float:
-        """Return the magnitude that an input must not exceed; inf if it has no limit."""
+        """Return the largest magnitude that an input is assumed to have, by placeholder name; inf
+        without a limit.
+        """
         if placeholder in self.limits.timesteps:
             steps = self.limits.timesteps[placeholder]
             return float(steps.values[-1]) + steps.radius
@@ -132,12 +140,13 @@ def state_calls(
     measured: Sequence[Mapping[str, float]] = (),
     encoded: float = EMBEDDINGS,
 ) -> list[InputStatement]:
-    """Return the assumed limits of the inputs of several calls; an argument has one limit in all of them.
+    """Return the assumed input limits of several calls; an argument gets the largest of its limits in
+    all of them.
 
     Args:
         calls: each capture with the arguments that it was made with.
         measured: for each call, placeholder name to the largest magnitude seen.
-        encoded: limit of encoder outputs.
+        encoded: largest magnitude to assume for a text or image encoder's outputs.
     """
     found, largest = [], dict[tuple[str, str], float]()
     for number, (capture, args, kwargs) in enumerate(calls):
@@ -165,9 +174,9 @@ def _raise_limits(one: InputStatement, largest: Mapping[tuple[str, str], float])
 
 
 def list_limits(stated: Sequence[InputStatement]) -> dict[str, float]:
-    """Map each argument, such as `forward.hidden_states`, to the magnitude that it must not exceed.
+    """Map each argument, such as `forward.hidden_states`, to the largest magnitude that proofs assume.
 
-    Arguments without a limit are left out.
+    A later call can be checked against it. Arguments without a limit are left out.
     """
     found: dict[str, float] = {}
     for one in stated:
@@ -179,9 +188,10 @@ def list_limits(stated: Sequence[InputStatement]) -> dict[str, float]:
 
 
 def list_sizes(stated: Sequence[InputStatement]) -> dict[str, tuple[Size, ...]]:
-    """Map each argument, such as `forward.hidden_states`, to the largest sizes for which bounds hold.
+    """Map each argument, such as `forward.hidden_states`, to the largest shapes up to which proved
+    bounds hold.
 
-    A size that fits within another one is left out.
+    A shape that fits within another one is left out.
     """
     found: dict[str, tuple[Size, ...]] = {}
     for one in stated:
@@ -194,7 +204,8 @@ def list_sizes(stated: Sequence[InputStatement]) -> dict[str, tuple[Size, ...]]:
 
 
 def note_limits(stated: Sequence[InputStatement]) -> str:
-    """Describe a certificate's assumptions about the inputs, as the end of a sentence.
+    """Describe the assumptions about inputs on which proved bounds rest, as the end of a sentence for
+    people.
 
     For example: `, for |latents| up to 64, latents of shape up to 4 × 64 × 64`.
     """
@@ -224,7 +235,11 @@ def _word_input(
 
 
 def state_limit(name: str, encoded: float = EMBEDDINGS) -> float:
-    """Return the assumed largest magnitude of a floating argument by its name; inf for none."""
+    """Return the largest magnitude assumed for a floating argument of this name; inf for no limit.
+
+    Args:
+        encoded: largest magnitude to assume for a text or image encoder's outputs.
+    """
     if any(word in name for word in UNIT_NAMES):
         return 1.0
     if any(word in name for word in (*FREE_NAMES, *FIXED_NAMES)):

@@ -1,4 +1,4 @@
-"""Values that are known at every timestep, each with an error radius.
+"""Tensors that were computed at every timestep, each element with a bound of its rounding error.
 
 An interval stores a value in exact arithmetic, for all timesteps at once. Rounding in the dtypes of the
 graph moves the computed value by no more than the radius. `evaluation` computes intervals.
@@ -21,7 +21,7 @@ MOST_TERMS = 256
 
 @dataclass(frozen=True)
 class Interval:
-    """A tensor that depends on nothing or on the timestep alone, with a bound of its rounding error.
+    """A tensor computed at every timestep (or a constant), with a bound of its rounding error.
 
     Attributes:
         center: exact value; float64 or fp32 if it is floating. If `batched`, its first dimension is
@@ -73,7 +73,10 @@ class Interval:
         return norms.expand(*shape[:-1], 1), typical
 
     def widen(self, more: torch.Tensor) -> Interval:
-        """Return the interval with an error per element added to its radius; cached results are kept."""
+        """Return the interval with the error `more`, one bound for each element, added to its radius.
+
+        Cached properties of the center are kept.
+        """
         length = None if self.length is None else self.length + measure_rows(more)
         made = Interval(self.center, self.radius + more, self.batched, length, self.parts)
         vars(made).update({k: x for k, x in vars(self).items() if k in ("largest", "row_norms")})
@@ -81,7 +84,11 @@ class Interval:
 
 
 def make_interval(center: torch.Tensor, *, batched: bool = False) -> Interval:
-    """Return the interval, with radius 0, of a value that is known without error."""
+    """Wrap exactly known values as an interval with error radius 0.
+
+    Args:
+        batched: whether the first dimension is that of the timesteps.
+    """
     center = center.double() if center.is_floating_point() else center
     return Interval(
         center, torch.zeros(center.shape[1:] if batched else center.shape).double(), batched
@@ -89,7 +96,11 @@ def make_interval(center: torch.Tensor, *, batched: bool = False) -> Interval:
 
 
 def bound_interval(value: Interval, shape: Shape) -> Bound:
-    """Return the bound of an interval that holds at every timestep."""
+    """Return upper bounds of magnitudes and row norms that hold for an interval's values at every timestep.
+
+    Args:
+        shape: shape of the tensor at one timestep.
+    """
     peak = value.largest.double() + value.radius
     norm, typical = value.row_norms
     if not shape:
@@ -104,7 +115,11 @@ def measure_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def drop_repeated(center: torch.Tensor) -> torch.Tensor:
-    """Keep one entry of each middle dimension that is expanded (stride 0), such as guidance branches."""
+    """Keep one entry of each middle dimension that is expanded (stride 0), such as guidance branches,
+    to save work.
+
+    First and last dimension, timesteps and channels, are kept whole.
+    """
     for dim, stride in enumerate(center.stride()):
         if stride == 0 and 0 < dim < center.dim() - 1:
             center = center.narrow(dim, 0, 1)
@@ -112,7 +127,9 @@ def drop_repeated(center: torch.Tensor) -> torch.Tensor:
 
 
 def find_repeated(center: torch.Tensor) -> torch.Tensor:
-    """Keep one entry of each middle dimension whose entries are all equal, by stride or by value."""
+    """Keep one entry of each middle dimension whose entries are all equal, by stride or by value, to
+    save work.
+    """
     for dim in range(1, center.dim() - 1):
         first = center.narrow(dim, 0, 1)
         if center.stride(dim) == 0:

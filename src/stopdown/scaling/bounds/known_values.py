@@ -1,7 +1,8 @@
-"""State of bound propagation: known values of a captured call, and the view of them that rules receive.
+"""Bounds, computed values and loaded weights while bounds are propagated through a captured call.
 
-Weights are loaded one at a time, when the graph first needs them. So a checkpoint can be read from disk
-in that order, and no model has to be built.
+Rules for single operations (`rules`) receive a view of this state. Weights are loaded one at a time, when
+the graph first needs them. So a checkpoint can be read from disk in that order, and no model has to be
+built.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ SMALL = 1 << 16
 
 @dataclass(frozen=True)
 class Timesteps:
-    """Timesteps that a schedule may contain.
+    """Timesteps that a sampler's schedule may contain, for which bounds are to hold.
 
     Attributes:
         values: `[T]`.
@@ -60,7 +61,7 @@ class Timesteps:
 
 @dataclass(frozen=True)
 class InputLimits:
-    """Assumptions about a call's inputs, by placeholder name.
+    """Assumptions about a call's inputs on which bounds rest, by placeholder name.
 
     Attributes:
         largest: upper bound of the magnitude of a floating input's elements; inf for no limit.
@@ -75,7 +76,7 @@ class InputLimits:
 
 @dataclass
 class Bounds:
-    """Bounds of one captured call.
+    """Upper bounds of all activations of one captured call, for every allowed input.
 
     Attributes:
         values: maps each node name to its bound; None if it has none.
@@ -83,7 +84,7 @@ class Bounds:
             without a bound are missing.
         scores: maps `component:path` of an attention to the bound of its scores.
         exact: names of nodes whose values were computed at every timestep.
-        rowed: names of nodes with affine rows.
+        rowed: names of nodes whose rows are known as `n * gain + table[t] + rest`.
     """
 
     values: dict[str, Bound | None] = field(default_factory=dict)
@@ -94,7 +95,9 @@ class Bounds:
 
 
 class KnownValues:
-    """State of bound propagation: bounds, intervals and affine rows; weights are loaded on demand."""
+    """Lookup of bounds, computed values and weights while a graph is walked; weights are loaded on
+    demand.
+    """
 
     def __init__(
         self,
@@ -114,7 +117,9 @@ class KnownValues:
         self.found = Bounds()
 
     def bound(self, value: Any) -> Bound | None:
-        """Return the magnitude bound of a node or a parameter; None if it has none."""
+        """Return upper bounds of the magnitudes of a node's result, or of a parameter; None if there
+        are none.
+        """
         held = self.held.get(value)
         if isinstance(held, Bound):
             return held
@@ -125,7 +130,9 @@ class KnownValues:
         return None if is_float(value) else self._bound_whole(value)
 
     def _bound_whole(self, node: Node) -> Bound | None:
-        """Return the bound of integers or booleans, such as a mask or a view of one, else None."""
+        """Bound a result of integers or booleans, such as a mask or a view of one; None if nothing is
+        known.
+        """
         tensor = node.meta.get("val")
         if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool:
             return uniform(1.0, shape_of(node))
@@ -138,7 +145,10 @@ class KnownValues:
         return None if source is None else uniform(source.largest, shape_of(node))
 
     def load(self, node: Node) -> torch.Tensor | None:
-        """Load the stored values of a parameter or of a part split off one; None for other nodes."""
+        """Load the stored values of the parameter at a placeholder, or of a part that code splits off one.
+
+        Return None for other nodes. The previously loaded parameter is freed.
+        """
         name = self.capture.parameters.get(node.name)
         if name is None:
             return self._load_part(node)
@@ -150,9 +160,10 @@ class KnownValues:
         return self._last[1]
 
     def _load_part(self, node: Any) -> torch.Tensor | None:
-        """Load one part of a parameter that code splits before it multiplies (`nn.MultiheadAttention`).
+        """Load the values of one part of a parameter that code splits before use, as
+        `nn.MultiheadAttention` does.
 
-        Return None for other nodes.
+        Return None if the node isn't such a part.
         """
         if node.target is not operator.getitem or not is_split(node.args[0]):
             return None
@@ -166,16 +177,16 @@ class KnownValues:
         return part
 
     def find_largest(self, node: Node) -> float | None:
-        """Return the largest magnitude of a loaded parameter; None for a part of a parameter."""
+        """Return the largest magnitude of a parameter that was loaded; None for a part of a parameter."""
         ranges = self.found.ranges.get(node.name) if node.name in self.capture.parameters else None
         found = max((x.amax for x in ranges or ()), default=math.nan)
         return found if math.isfinite(found) else None
 
     def floor(self, node: Node) -> float:
-        """Return the allowance for a parameter's subnormals in fp16, relative to its largest magnitude.
+        """Return the error to allow for fp16 subnormals in a weight, relative to its largest magnitude.
 
-        For a part, load it first. Its allowance is that of the whole parameter, relative to the part's
-        largest magnitude.
+        A part of a parameter has to be loaded first. Its allowance is that of the whole parameter,
+        relative to the part's largest magnitude.
         """
         if node in self._shares:
             whole, share = self._shares[node]
@@ -186,7 +197,11 @@ class KnownValues:
         return NARROW_WEIGHT_FLOOR if name in self._narrow else WEIGHT_FLOOR
 
     def narrow_floor(self, node: Node) -> None:
-        """Reduce the allowance for a loaded parameter's fp16 subnormals if its values are large enough."""
+        """Reduce the error allowed for a weight's fp16 subnormals, which tightens bounds, if its values
+        are large enough.
+
+        The weight must have been loaded, and no larger allowance been asked for.
+        """
         name, ranges = self.capture.parameters.get(node.name), self.found.ranges.get(node.name)
         least = 2.0**-25 / NARROW_WEIGHT_FLOOR
         if name is None or name in self._loose or not ranges:
@@ -196,11 +211,15 @@ class KnownValues:
             self.found.ranges[node.name] = tuple(replace(x, least_stored=least) for x in ranges)
 
     def affine_rows(self, node: Node) -> AffineRows:
-        """Return the affine rows `n * gain + table[t] + rest` of a value, or () if none are known."""
+        """Return an activation's rows in the form `n * gain + table[t] + rest` behind a norm, or () if
+        unknown.
+        """
         return self.rows.get(node, ())
 
     def exact(self, node: Node) -> Interval | None:
-        """Return the interval of a value that was computed at every timestep; None for other values."""
+        """Return an activation's values at every timestep, if they were computed; None if it is only
+        bounded.
+        """
         held = self.held.get(node)
         return held if isinstance(held, Interval) else None
 
@@ -238,7 +257,8 @@ class KnownValues:
 def _measure_table(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Measure the largest magnitude of each column, the largest 2-norm of a row, and the root mean square.
 
-    The first two are float64 of the tensor's rank: `[1, ..., columns]` and `[1, ..., 1]`.
+    The first two are float64 of the tensor's rank: `[1, ..., columns]` and `[1, ..., 1]`. Rows are the last
+    dimension.
     """
     rows = tensor.reshape(-1, tensor.shape[-1])
     sizes, longest, squares = torch.zeros(rows.shape[1]), torch.zeros(1), torch.zeros(1).double()
@@ -255,12 +275,13 @@ def _measure_table(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, fl
 
 
 class UnboundedError(Exception):
-    """Raised if an argument has no bound, or if the rule has none for these arguments."""
+    """Raised by a rule if an argument has no upper bound, or if the rule has none for these arguments."""
 
 
 @dataclass
 class BoundedOperation:
-    """One operation whose result is to be bounded: the input of a rule.
+    """One operation whose result is to be bounded, with access to its arguments' bounds: the input of a
+    rule.
 
     Attributes:
         node: node of the operation.
@@ -286,16 +307,16 @@ class BoundedOperation:
         return self.bound(self.node.args[0])
 
     def find(self, value: Any) -> Bound | None:
-        """Return the bound of a node, or of a number its magnitude; None if it has no bound."""
+        """Return the upper bound of an argument, a node or a number; None if it has none."""
         if isinstance(value, (int, float)):
             return uniform(read_magnitude(self.node, value), ())
         return self.known.bound(value) if isinstance(value, Node) else None
 
     def bound(self, value: Any) -> Bound:
-        """Return the bound of an argument.
+        """Return the upper bound of an argument's magnitudes, as `find` does, or end the rule.
 
         Raises:
-            UnboundedError: if it has none.
+            UnboundedError: if the argument has no bound.
         """
         found = self.find(value)
         if found is None:
@@ -303,16 +324,28 @@ class BoundedOperation:
         return found
 
     def spread(self, value: Any) -> Bound:
-        """Return the bound of an argument, broadcast to the result's shape."""
+        """Return the upper bound of an argument, broadcast to the shape of the operation's result.
+
+        Raises:
+            UnboundedError: if the argument has no bound.
+        """
         return broadcast(self.bound(value), shape_of(value), self.shape)
 
     def load(self, name: str) -> torch.Tensor | None:
-        """Load the stored values of the argument with this name; return None if it is no parameter."""
+        """Load the stored values of the argument with this name; return None if the argument is no
+        parameter.
+        """
         given = self.given.get(name)
         return self.known.load(given) if isinstance(given, Node) else None
 
-    def made(self, peak: torch.Tensor, typical: float, **more: Any) -> Bound:
-        """Make a bound of the result from a peak, a typical size and, by keyword, a norm with its rows."""
+    def make_bound(self, peak: torch.Tensor, typical: float, **more: Any) -> Bound:
+        """Make a bound of the operation's result, in its shape, as a rule's return value.
+
+        Args:
+            peak: largest magnitude of each element, of the result's rank.
+            typical: estimated root mean square.
+            more: `norm` and `rows` of `values.make_bound`: a bound of row norms, and a row's dimensions.
+        """
         return make_bound(peak, self.shape, typical=typical, **more)
 
 

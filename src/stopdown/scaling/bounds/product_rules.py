@@ -1,4 +1,4 @@
-"""Bounds of linears, convolutions, matrix products and attention.
+"""Upper bounds of the outputs of linears, convolutions, matrix products and attention.
 
 A sum of products has two bounds, the smaller of which is used: the largest magnitudes times the
 absolute weights, and, by Cauchy and Schwarz, the norm of the weights times that of the inputs. Both
@@ -42,14 +42,20 @@ def _bias(op: BoundedOperation) -> torch.Tensor:
 
 
 def _load_weight(op: BoundedOperation) -> tuple[torch.Tensor, float]:
-    """Load an operation's weight; return it with the allowance for its subnormals in fp16."""
+    """Load an operation's weight; return it, and the error to allow for its subnormals in fp16.
+
+    Raises:
+        UnboundedError: if the weight is no parameter.
+    """
     if (values := op.load("weight")) is None:
         raise UnboundedError
     return values, op.known.floor(op.given["weight"])
 
 
 def bound_linear(op: BoundedOperation) -> Bound:
-    """Bound a linear: `|w.x| <= min(sum |w| peak, norm(w) norm(x))`, plus its bias."""
+    """Bound a linear's outputs: `|w.x| <= min(sum |w| peak, norm(w) norm(x))` for each row w, plus the
+    bias.
+    """
     bound, last = op.source, len(op.shape) - 1
     values, floor = _load_weight(op)
     if values.dim() != 2:
@@ -73,9 +79,9 @@ def bound_linear(op: BoundedOperation) -> Bound:
     more = error + _bias(op).reshape(spread)
     peak, op.parts = size + more, parts + more
     if not (op.is_length_read and _is_worth_its_length(values)):
-        return op.made(peak, typical)
+        return op.make_bound(peak, typical)
     longest = _bound_length(op, values, rows, norm, largest_over(error, (last,)))
-    return op.made(peak, typical, norm=longest, rows=(last,))
+    return op.make_bound(peak, typical, norm=longest, rows=(last,))
 
 
 def _sum_linear(
@@ -85,14 +91,15 @@ def _sum_linear(
     largest: float | None,
     affine_rows: Sequence[AffineRow],
 ) -> tuple[RowSums, tuple[torch.Tensor, torch.Tensor] | None]:
-    """Sum over the rows of a weight and bound its products with affine rows, in one pass over it.
+    """Compute, in one pass over a weight, sums over its rows and bounds of its products with known
+    activation rows.
 
     Args:
         weight: `[out, in]`.
         peak: largest magnitude of each input, `[in]` or `[1]` float64.
         floor: allowance for the weight's subnormals in fp16, relative to its largest magnitude.
         largest: the weight's largest magnitude, if known.
-        affine_rows: known affine rows of the linear's input.
+        affine_rows: what is known of the linear's input rows, as `n * gain + table[t] + rest`.
 
     Returns:
         The sums, and the two bounds of `Image.bound`; None if there are no affine rows.
@@ -112,7 +119,8 @@ def _sum_linear(
 
 
 def _is_worth_its_length(weight: torch.Tensor) -> bool:
-    """Return whether a weight's largest singular value is worth computing.
+    """Return whether computing a weight's largest singular value is worth the time for a tighter bound
+    of row norms.
 
     For a large weight it is only if rows get at least twice as long. Rows then have many elements, and
     their norm is far below that of a row of peaks.
@@ -128,9 +136,14 @@ def _bound_length(
     norm: torch.Tensor,
     error: torch.Tensor,
 ) -> torch.Tensor:
-    """Bound the 2-norm of a linear's row: `norm(W x + b) <= sigma(W) norm(x) + norm(b)`.
+    """Bound the 2-norm of a linear's output row: `norm(W x + b) <= sigma(W) norm(x) + norm(b)`.
 
     `sigma` is the largest singular value.
+
+    Args:
+        rows: sums over the weight's rows.
+        norm: bound of the input rows' 2-norm.
+        error: largest rounding error of an output's sum.
     """
     sigma = measure_sigma(weight, op.known.find_largest(op.given["weight"]))
     rounded = WEIGHT_ROUNDING * float(rows.euclidean.norm()) + rows.slack * weight.numel() ** 0.5
@@ -149,10 +162,11 @@ def _bound_length(
 def _bound_affine_length(
     weight: torch.Tensor, row: AffineRow, sigma: float, rounded: float
 ) -> float:
-    """Bound the 2-norm of `weight @ row` for an affine row by gain and shift of the same timestep.
+    """Bound the 2-norm of `weight @ row` for a row `n * gain + table[t] + rest`, over all timesteps t.
 
-    `sigma` is the weight's largest singular value, `rounded` an upper bound of the norm of its rounding
-    error.
+    Args:
+        sigma: the weight's largest singular value.
+        rounded: upper bound of the norm of the weight's rounding error.
     """
     gained = measure_sigma(weight * row.gain)
     core = row.radius * (gained + rounded * float(row.gain.max()))
@@ -162,12 +176,16 @@ def _bound_affine_length(
 
 
 def _compose_heads(op: BoundedOperation, outer: torch.Tensor) -> torch.Tensor | None:
-    """Bound a linear after attention by the product of value and output weights of each head, `[out]`.
+    """Bound an attention block's output linear through the product of each head's value and output
+    weights, `[out]`.
 
     Attention returns `sum_j p_j (V x_j + b)` with weights `p` that are not negative and sum to one. So
     the output is `sum_h sum_j p_hj (O_h V_h) x_j + O b`: no larger than the row norms of `O_h V_h`
     times the norm of one input row, plus `|O b|`. Rounding errors of the values are multiplied by
-    `|O|`.
+    `|O|`. Return None if the linear doesn't follow an attention of known form.
+
+    Args:
+        outer: the output weight `O`, `[out, heads * width]`.
     """
     found = _find_values(op.node)
     if found is None:
@@ -213,11 +231,15 @@ def _sum_heads(
 
 
 def _sum_lengths(outer: torch.Tensor, inner: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return an upper bound of `sum_h norm((O_h V_h)_i)` for each row i, `[out]` float64.
+    """Bound `sum_h norm((O_h V_h)_i)` over heads h, for each row i of an output weight O: `[out]` float64.
 
-    Each norm is that of `o L` with `L L^T = V_h V_h^T`, a small matrix. Its Cholesky decomposition in
-    float64 is accurate to a few ulps of its trace. In fp32 each sum is off by at most `n 2^-24` of the
-    norms of both factors.
+    `V_h` are the value weights of a head. Each norm is that of `o L` with `L L^T = V_h V_h^T`, a small
+    matrix. Its Cholesky decomposition in float64 is accurate to a few ulps of its trace. In fp32 each
+    sum is off by at most `n 2^-24` of the norms of both factors.
+
+    Args:
+        outer: O, `[out, heads * width]`.
+        inner: all `V_h` below each other, `[heads * width, in]`.
     """
     width, scale = outer.shape[1] // heads, choose_scale(find_largest_magnitude(outer))
     device = outer.device
@@ -243,10 +265,15 @@ def _sum_lengths(outer: torch.Tensor, inner: torch.Tensor, heads: int) -> torch.
 
 
 def _factor_heads(inner: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each head's Cholesky factor `L_h`, divided by its size, and the sizes.
+    """Return the Cholesky factor L of `V V^T` for each attention head's value weight V, scaled to unit
+    size.
 
-    The factors are `[heads, width, width]` in fp32, the sizes `[heads]` in float64: the root of the
-    trace of `V_h V_h^T`, or inf if the decomposition fails.
+    Args:
+        inner: value weights of all heads below each other, `[heads * width, in]`.
+
+    Returns:
+        The factors divided by their sizes, `[heads, width, width]` fp32, and the sizes, `[heads]`
+        float64: the root of the trace of `V V^T`, or inf if the decomposition fails.
     """
     roots, sizes = list[torch.Tensor](), list[float]()
     values = torch.empty(inner.shape[0] // heads, inner.shape[1], dtype=torch.float64)
@@ -262,9 +289,9 @@ def _factor_heads(inner: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.
 
 
 def _find_values(node: Node) -> tuple[Node, Node] | None:
-    """Find the attention whose heads a linear reads side by side, and the linear that computed its values.
+    """Find the attention behind an output linear, and the linear that computed the attention's values.
 
-    Return None if the graph has another form.
+    Return None unless heads are split and joined by reshapes and permutations as usual.
     """
     behind = strip_casts(node.args[0])
     if not is_kind(behind, "reshape"):
@@ -305,7 +332,7 @@ def _same_heads(node: Node, attention: Node, viewed: Node, inner: Node) -> bool:
 
 
 def bound_convolve(op: BoundedOperation) -> Bound:
-    """Bound a convolution as `bound_linear` does, over the channels and positions of its kernel."""
+    """Bound a convolution's outputs as a linear over the channels and positions of its kernel."""
     bound, before, groups = op.source, op.before, int(op.given.get("groups", 1))
     values, floor = _load_weight(op)
     channel = len(before) - (values.dim() - 1)
@@ -321,10 +348,10 @@ def bound_convolve(op: BoundedOperation) -> Bound:
     ]
     absolute = torch.cat([x.absolute for x in rows])
     euclidean = torch.cat([x.euclidean for x in rows])
-    size = torch.minimum(absolute, euclidean * _norm_of_patch(bound, before, channel, places))
+    size = torch.minimum(absolute, euclidean * _bound_patch_norm(bound, before, channel, places))
     size = size + flat.shape[1] * SUM_ROUNDING * absolute + _bias(op)
     typical = bound.typical * float(euclidean.square().mean().sqrt())
-    return op.made(_spread_dim(size, channel, len(op.shape)), typical)
+    return op.make_bound(_spread_dim(size, channel, len(op.shape)), typical)
 
 
 def _spread_dim(size: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
@@ -332,18 +359,32 @@ def _spread_dim(size: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
 
 
 def _spread_channels(peak: torch.Tensor, group: int, width: int, places: int) -> torch.Tensor:
-    """Return, for each entry of a flattened kernel, the largest magnitude of its input channel.
+    """Repeat input channels' largest magnitudes so that each entry of a flattened kernel has its channel's.
 
-    The result's shape is `[width * places]` for the given group of channels (places: positions in the
-    kernel), or `[1]` if one magnitude bounds all channels.
+    The result's shape is `[width * places]`, or `[1]` if one magnitude bounds all channels.
+
+    Args:
+        peak: largest magnitude of each input channel.
+        group: number of the group of channels.
+        width: input channels in a group.
+        places: positions in the kernel.
     """
     if peak.numel() == 1:
         return peak
     return peak[group * width : (group + 1) * width].repeat_interleave(places)
 
 
-def _norm_of_patch(bound: Bound, shape: Shape, channel: int, places: int) -> float:
-    """Bound the 2-norm of a kernel's patch by that of the whole map, or of `places` positions."""
+def _bound_patch_norm(bound: Bound, shape: Shape, channel: int, places: int) -> float:
+    """Bound the 2-norm of the patch that a convolution's kernel reads, over channels and positions.
+
+    It is at most that of the whole map, and that of one position times the root of their number.
+
+    Args:
+        bound: bounds of the input.
+        shape: shape of the input.
+        channel: the input's channel dimension.
+        places: number of positions in the kernel.
+    """
     spatial = range(channel + 1, len(shape))
     whole = float(norm_over(bound, shape, (channel, *spatial)).max())
     single = float(norm_over(bound, shape, (channel,)).max()) * math.sqrt(places)
@@ -351,7 +392,9 @@ def _norm_of_patch(bound: Bound, shape: Shape, channel: int, places: int) -> flo
 
 
 def bound_transposed(op: BoundedOperation) -> Bound:
-    """Bound a transposed convolution by magnitudes alone; each result sums over part of the kernel."""
+    """Bound a transposed convolution's outputs by magnitudes alone; each output sums over part of the
+    kernel.
+    """
     bound, (values, floor) = op.source, _load_weight(op)
     if int(op.given.get("groups", 1)) != 1:
         raise UnboundedError
@@ -360,11 +403,11 @@ def bound_transposed(op: BoundedOperation) -> Bound:
     rows = sum_rows(flat, torch.tensor([bound.largest]).double(), floor)
     size = rows.absolute * (1 + flat.shape[1] * SUM_ROUNDING) + _bias(op)
     typical = bound.typical * float(rows.euclidean.mean())
-    return op.made(_spread_dim(size, channel, len(op.shape)), typical)
+    return op.make_bound(_spread_dim(size, channel, len(op.shape)), typical)
 
 
 def bound_matmul(op: BoundedOperation) -> Bound:
-    """Bound a matrix product by the largest norms: `|a_i . b_j| <= norm(a_i) norm(b_j)`.
+    """Bound a product of two activations by the largest norms: `|a_i . b_j| <= norm(a_i) norm(b_j)`.
 
     If `a` is a softmax, the product is a mean of the rows of `b`.
     """
@@ -372,13 +415,13 @@ def bound_matmul(op: BoundedOperation) -> Bound:
 
 
 def bound_matmul_added(op: BoundedOperation) -> Bound:
-    """Bound `beta * self + alpha * (a @ b)`, as `addmm` and `baddbmm` compute it."""
+    """Bound the result `beta * self + alpha * (a @ b)` of `addmm` and `baddbmm`."""
     first = op.given.get("mat1", op.given.get("batch1"))
     product = _bound_matrices(op, first, op.given.get("mat2", op.given.get("batch2")))
     alpha, beta = (abs(float(op.given.get(name, 1))) for name in ("alpha", "beta"))
     added = op.spread(op.given["self"]) if beta else uniform(0.0, op.shape)
     typical = math.hypot(alpha * product.typical, beta * added.typical)
-    return op.made(alpha * product.peak + beta * added.peak, typical)
+    return op.make_bound(alpha * product.peak + beta * added.peak, typical)
 
 
 def _bound_matrices(op: BoundedOperation, first: Any, other: Any) -> Bound:
@@ -423,7 +466,7 @@ def bound_outer(op: BoundedOperation) -> Bound:
 
 
 def bound_attention(op: BoundedOperation) -> Bound:
-    """Bound attention by its values: each output token is a mean of them.
+    """Bound attention's output by its values (v): each output token is a weighted mean of them.
 
     The weights of the mean are not negative and sum to one.
     """
@@ -437,13 +480,14 @@ def bound_attention(op: BoundedOperation) -> Bound:
     tokens = max(before[last - 1], 1)
     typical = bound.typical / math.sqrt(min(tokens, 16))
     peak = largest_over(bound.peak, cut)
-    return op.made(peak, typical, norm=largest_over(norm, cut), rows=(last,))
+    return op.make_bound(peak, typical, norm=largest_over(norm, cut), rows=(last,))
 
 
 def limit_scores(op: BoundedOperation) -> float:
     """Bound attention scores, the scaled products of queries and keys; return inf if either has no bound.
 
-    The bound holds for every partial sum, with the scale applied before or after it.
+    Kernels may compute scores in fp16, where these could overflow. The bound holds for every partial
+    sum, with the scale applied before or after the sum.
     """
     query, key = op.given["query"], op.given["key"]
     a, b = op.find(query), op.find(key)

@@ -1,4 +1,4 @@
-"""Propagation of bounds through a captured graph, from the weights alone and for every input.
+"""Prove upper bounds of all activations of a captured call, from the weights alone and for every input.
 
 Weights are loaded as the graph needs them (`known_values`). Values that depend on the timestep alone
 are computed at every timestep (`evaluation`). Every other value has a largest magnitude per channel and
@@ -7,6 +7,7 @@ is rounded is widened by the rounding error. `docs/certificates.md` has the argu
 assumptions.
 
 **Catches** every prompt, latent, seed and timestep within the stated limits.
+
 **Does not catch** inputs beyond their limits, resolutions with more elements in a group norm than the
 captured call has, sums that a backend rounds to fp16 on the way, operations without a rule.
 """
@@ -26,7 +27,11 @@ from stopdown.mapped_weights import Load
 from stopdown.operations import find_operation
 from stopdown.out_of_memory import is_out_of_memory
 from stopdown.scaling.bounds import product_rules, rules
-from stopdown.scaling.bounds.affine_rows import by_channel, follow, rounded
+from stopdown.scaling.bounds.affine_rows import (
+    add_rounding_error,
+    find_affine_rows,
+    find_largest_by_channel,
+)
 from stopdown.scaling.bounds.evaluation import FLOOR, evaluate, writes_in_place
 from stopdown.scaling.bounds.intervals import Interval, bound_interval, make_interval
 from stopdown.scaling.bounds.known_values import (
@@ -88,15 +93,15 @@ def bound_call(
     loose: Collection[str] = (),
     before: Bounds | None = None,
 ) -> Bounds:
-    """Bound every float value of a captured call, from the weights alone.
+    """Prove upper bounds of all activations of a captured call, from the weights alone, for every input.
 
     Args:
         capture: capture of the call in the dtype that it will run in.
         load: returns a parameter by name, from a checkpoint or a module.
-        limits: limits of the inputs.
-        blocks: values that have several exponents.
-        loose: names of parameters with the loose allowance for subnormals.
-        before: bounds of the same call without loose parameters. If given, only the values that these
+        limits: largest magnitudes that the inputs are assumed to have.
+        blocks: tensors with blocks of channels that are bounded separately.
+        loose: names of parameters with a larger error allowance for fp16 subnormals.
+        before: bounds of the same call without loose parameters. If given, only the bounds that these
             affect are computed.
 
     Cost: each weight is loaded about once, in the order of the graph, and read a few times.
@@ -126,7 +131,7 @@ def bound_call(
 
 
 class Propagation(KnownValues):
-    """Bounds the nodes of a graph, visited in order."""
+    """Walk of a graph that bounds each node's result from those of its inputs."""
 
     def __init__(
         self,
@@ -179,7 +184,7 @@ class Propagation(KnownValues):
         elif name in self.limits.fixed:
             self._hold_known(node, self.limits.fixed[name])
         elif name in self.limits.timesteps:
-            self._hold_timesteps(node)
+            self._bound_timestep_input(node)
         elif is_float(node):
             largest = self.limits.largest.get(name, math.inf)
             if math.isfinite(largest):
@@ -203,11 +208,12 @@ class Propagation(KnownValues):
             made = replace(made, radius=(made.center - there).abs())
         self.held[node] = made
 
-    def _hold_timesteps(self, node: Node) -> None:
-        """Store the interval of all timesteps for a placeholder, as if each filled the call's tensor.
+    def _bound_timestep_input(self, node: Node) -> None:
+        """Store the values of a timestep input, so that all that depends on it alone is computed at
+        every timestep.
 
-        With several timestep inputs, which vary independently, such intervals would hold only if all
-        had the same timestep. Then each is bounded like any other value.
+        With several timestep inputs, which vary independently, such values would hold only if all
+        had the same timestep. Then each is bounded like any other input.
         """
         steps, shape = self.limits.timesteps[node.name], shape_of(node)
         if len(self.limits.timesteps) > 1:
@@ -218,7 +224,7 @@ class Propagation(KnownValues):
         self.held[node] = replace(made, radius=made.radius + steps.radius)
 
     def load_rest(self) -> None:
-        """Load the parameters that no rule loaded, so that their ranges are measured."""
+        """Load the parameters that no rule loaded, so that their magnitudes are measured too."""
         for name in self.capture.parameters:
             node = self.placeholders[name]
             if name not in self.found.ranges and is_float(node):
@@ -283,16 +289,21 @@ class Propagation(KnownValues):
             bound = self._round(node, bound)
         self._keep(node, bound, op.parts)
         if is_sized and not writes_in_place(node):
-            self._follow(op, bound)
+            self._note_affine_rows(op, bound)
 
-    def _follow(self, op: BoundedOperation, bound: Bound) -> None:
-        """Store a result's affine rows `n * gain + table[t] + rest`, if known, with its rounding error."""
-        rows = follow(op)
+    def _note_affine_rows(self, op: BoundedOperation, bound: Bound) -> None:
+        """Store a result's rows in the form `n * gain + table[t] + rest` with its rounding error, if
+        they are known.
+
+        Args:
+            bound: bound of the rounded result.
+        """
+        rows = find_affine_rows(op)
         if rows and not has_trait(op.node, "unrounded"):
             dtype = op.node.meta["val"].dtype
-            error = RELATIVE.get(dtype, 2.0**-40) * by_channel(bound)
+            error = RELATIVE.get(dtype, 2.0**-40) * find_largest_by_channel(bound)
             floor = FLOOR if dtype == torch.float16 else 0.0
-            rows = rounded(rows, error + floor * bound.largest)
+            rows = add_rounding_error(rows, error + floor * bound.largest)
         if rows:
             self.rows[op.node] = rows
 
@@ -332,7 +343,9 @@ class Propagation(KnownValues):
         self.found.ranges.pop(node.name, None)
 
     def _change_aliases(self, node: Node) -> None:
-        """Apply a write in place to the bounds of all other nodes that share the storage."""
+        """Update the bounds of all other nodes that share a storage which this node has written in
+        place.
+        """
         root = self.aliases.get(node)
         if root is None:
             return
@@ -359,9 +372,11 @@ class Propagation(KnownValues):
 
 
 class _Update(Propagation):
-    """Bounds a call again where parameters with the loose allowance affect it, and reuses all other bounds.
+    """Bounds a call again after parameters were given a larger error allowance, and reuses unaffected
+    bounds.
 
-    Changes don't pass a norm, whose result is bounded by its own weights. Earlier results hold bounds
+    The allowance is for fp16 subnormals in weights that are stored with a smaller scale ("loose"). Changes
+    don't pass a norm, whose result is bounded by its own weights. Earlier results hold bounds
     only, without intervals, affine rows and writes in place. So nodes that have those are visited again
     if an affected node needs them.
     """
@@ -393,7 +408,9 @@ class _Update(Propagation):
         return self.capture.parameters.get(node.name) in self._loose
 
     def _find_changed(self) -> set[Node]:
-        """Find the values that parameters with the loose allowance affect, also by shared storage."""
+        """Find the nodes whose bounds the larger error allowance of some parameters affects, also by
+        shared storage.
+        """
         changed: set[Node] = {x for x in self.placeholders.values() if self._is_loose(x)}
         before = -1
         while before < len(changed):
@@ -406,7 +423,9 @@ class _Update(Propagation):
         return changed
 
     def _list_read(self, node: Node) -> list[Node]:
-        """List the inputs on which a node's bound depends; a norm's bound doesn't depend on its input."""
+        """List the inputs on which a node's bound depends; a norm's bound doesn't depend on the
+        activation it normalises.
+        """
         sources = node.all_input_nodes
         if node.name in self.before.exact or node in self.aliases:
             return sources
@@ -421,7 +440,8 @@ class _Update(Propagation):
         return sources
 
     def _find_needed(self, changed: set[Node]) -> set[Node]:
-        """Return the nodes to bound again: changed ones, and inputs of which more than the bound is needed.
+        """Return the nodes to bound again: those whose bound changed, and inputs of which more than the
+        bound is needed.
 
         Inputs of such inputs, and nodes that share their storage, are included.
         """
@@ -438,7 +458,9 @@ class _Update(Propagation):
         return needed
 
     def _is_asked(self, source: Node, user: Node) -> bool:
-        """Return whether a user needs more information about an input than its bound."""
+        """Return whether bounding a node takes more of an input than its earlier bound, such as
+        computed values.
+        """
         if source.name in self.before.rowed or source in self.aliases:
             return True
         sources = [x for x in user.all_input_nodes if x.name not in self.capture.parameters]
@@ -448,7 +470,10 @@ class _Update(Propagation):
 
 
 def _bound_unsized(name: str, op: BoundedOperation) -> Bound:
-    """Bound a result with a size that depends on data, which rules would read as 0.
+    """Bound a result whose size depends on data, by rules that need no size.
+
+    Args:
+        name: name of the operation's rule.
 
     Raises:
         UnboundedError: if the bound depends on the size.
@@ -466,7 +491,8 @@ def _as_range(amax: float, typical: float) -> Range:
 def find_aliases(graph: torch.fx.Graph) -> dict[Node, Node]:
     """Map each node whose storage is written in place to the first node of that storage.
 
-    It may include nodes of other storages, but leaves none out.
+    It may include nodes of other storages, but leaves none out: views that a write could change are all
+    there.
     """
     roots: dict[Node, Node] = {}
     changed: set[Node] = set()
@@ -483,7 +509,7 @@ def find_aliases(graph: torch.fx.Graph) -> dict[Node, Node]:
 
 
 def _find_last_uses(graph: torch.fx.Graph) -> dict[Node, list[Node]]:
-    """Map each node to the inputs that no later node uses."""
+    """Map each node to the inputs that no later node uses, so that they can be freed after it."""
     last: dict[Node, Node] = {}
     for node in graph.nodes:
         for source in node.all_input_nodes:

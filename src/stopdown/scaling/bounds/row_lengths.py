@@ -1,8 +1,9 @@
-"""Which values' rows have a length that some bound rests on.
+"""Decide for which linears the output rows' 2-norm is worth bounding by a singular value, the costliest
+number.
 
-The largest singular value of a weight bounds how long a linear makes a row. It is the dearest number of a
-bound, and a norm forgets it: a query before its norm, and all that a residual stream adds up, are read by
-norms alone. Peaks lose nothing: no element is bounded by more than the length of its row.
+The largest singular value of a weight bounds how long a linear makes a row, but a norm forgets it: a query
+before its norm, and all that a residual stream adds up, are read by norms alone. Peaks lose nothing: no
+element is bounded by more than the length of its row.
 
 Not covered: norms that are written out in a form that `rules.find_written_norm` doesn't know. The lengths
 of what they read count as read.
@@ -32,7 +33,9 @@ _FORGETTING = (
 
 
 def find_read_lengths(graph: Graph) -> frozenset[Node]:
-    """Return the nodes of which a row's length reaches a product, an output or what may read it."""
+    """Return the nodes whose output rows' 2-norm some later bound uses; for others, it needn't be
+    computed.
+    """
     found: set[Node] = set()
     for node in reversed(graph.nodes):
         if any(_reads_length(user, user in found) for user in node.users):
@@ -41,10 +44,10 @@ def find_read_lengths(graph: Graph) -> frozenset[Node]:
 
 
 def _reads_length(user: Node, is_read: bool) -> bool:
-    """Return whether a node reads its inputs' lengths.
+    """Return whether a node's bound uses the 2-norm of its inputs' rows.
 
     Args:
-        is_read: whether something reads that of the node itself.
+        is_read: whether some later bound uses that of the node's own rows.
     """
     if user.op == "output" or writes_in_place(user):
         return True

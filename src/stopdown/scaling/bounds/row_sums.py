@@ -1,4 +1,4 @@
-"""Products of a weight's rows with columns, in fp32 and in one pass: plain, of magnitudes and of squares.
+"""Multiply a weight by columns, by magnitudes and by squares in one fp32 pass, with proved error bounds.
 
 A weight is read in parts that stay in a processor's cache. Each is scaled by one power of two so that
 its largest value lies between a half and one. A sum of n products in fp32 is off by at most `n u / (1 -
@@ -64,12 +64,14 @@ def multiply_rows(
     floor: float = WEIGHT_FLOOR,
     largest: float | None = None,
 ) -> Products:
-    """Multiply a weight `[out, in]` by float64 columns `[in, k]`; products with omitted columns are empty.
+    """Multiply a weight `[out, in]`, its magnitudes and its squares by columns `[in, k]`, in one pass.
 
-    The weight is read on its device; columns and products are on the host.
+    The weight is read on its device; columns and products are float64 on the host. Products with omitted
+    columns are empty.
 
     Args:
-        magnitudes, squares: columns without negative values.
+        plain: columns to multiply the weight by.
+        magnitudes, squares: columns, without negative values, to multiply `|W|` and `W**2` by.
         floor: allowance for the weight's subnormals in fp16, relative to its largest magnitude.
         largest: the weight's largest magnitude, if known; for a part of a weight, that of the whole.
 
@@ -103,7 +105,9 @@ def multiply_rows(
 
 
 def split_rows(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Split the rows of a weight `[out, in]` into parts to be processed one at a time."""
+    """Split the rows of a weight `[out, in]` into parts that fit in a cache, to be processed one at a
+    time.
+    """
     entries = ENTRIES if weight.device.type == "cpu" else DEVICE_ENTRIES
     return weight.split(max(1, entries // max(weight.shape[1], 1)))
 
@@ -114,7 +118,9 @@ def find_largest_magnitude(weight: torch.Tensor) -> float:
 
 
 def is_exact_in_fp16(weight: torch.Tensor) -> bool:
-    """Return whether every value of a weight fits in fp16's 11 significant bits; ignore its range."""
+    """Return whether rounding a weight to fp16 loses no bits, if its exponents are in range: 11
+    significant bits suffice.
+    """
     if weight.dtype in HALVES:
         return True
     significands = torch.frexp(weight.float()).mantissa.mul_(2.0**11)
@@ -122,7 +128,9 @@ def is_exact_in_fp16(weight: torch.Tensor) -> bool:
 
 
 def choose_scale(largest: float) -> float:
-    """Return the power of two that brings a largest magnitude to between a half and one."""
+    """Return the power of two by which to multiply a tensor so that its largest magnitude is between a
+    half and one.
+    """
     return 2.0 ** -max(-126, min(126, math.frexp(largest)[1]))
 
 
@@ -147,7 +155,10 @@ def sum_rows(
     floor: float = WEIGHT_FLOOR,
     largest: float | None = None,
 ) -> RowSums:
-    """Sum over each row of a matrix `[out, in]`: the magnitudes times `peak`, and the squares.
+    """Bound two sums over each row of a weight `[out, in]`: its magnitudes times the inputs' peaks, and
+    its 2-norm.
+
+    Both hold for the weight rounded to fp16.
 
     Args:
         peak: largest magnitude of each input, `[in]` or `[1]` float64.
@@ -163,7 +174,12 @@ def sum_rows(
 
 
 def read_sums(found: Products, peaks: torch.Tensor) -> RowSums:
-    """Return the row sums in products whose first columns are the peaks `[in, 1]` and, squared, ones."""
+    """Read the sums of `sum_rows` from products whose first columns are the inputs' peaks and, squared,
+    ones.
+
+    Args:
+        peaks: `[in, 1]` float64.
+    """
     width, spread, rounding = len(peaks), float(peaks.sum()), 1 + WEIGHT_ROUNDING
     return RowSums(
         found.magnitudes[:, 0] * rounding + found.slack * spread,

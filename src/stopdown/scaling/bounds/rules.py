@@ -1,4 +1,4 @@
-"""Bounds of one operation's result from bounds of its inputs: one rule per operation.
+"""Upper bounds of one operation's result from bounds of its inputs: one rule per operation.
 
 A rule receives a `BoundedOperation` and returns the bound of the exact result for the inputs that the
 operation really receives. `propagation` adds the rounding of the result. A rule raises `UnboundedError`
@@ -50,20 +50,24 @@ from stopdown.scaling.graph.nodes import (
 
 
 def bound_normalise(op: BoundedOperation) -> Bound:
-    """Bound a layer or RMS norm: a row of unit mean square is no longer than the root of its length."""
+    """Bound the result of a layer or RMS norm, for any input: a row of unit mean square has the root of
+    its size as 2-norm.
+    """
     inner, rank = list(op.given["normalized_shape"]), len(op.shape)
     dims, shape = range(rank - len(inner), rank), [1] * (rank - len(inner)) + inner
     gain, shift = _magnitudes(op, "weight", shape), _magnitudes(op, "bias", shape)
     longest = math.sqrt(math.prod(inner))
     norm = longest * largest_over(gain, dims) + sum_squares(shift.square(), op.shape, dims).sqrt()
     typical = float(gain.square().mean().sqrt())
-    return op.made(longest * gain + shift, typical, norm=norm, rows=dims)
+    return op.make_bound(longest * gain + shift, typical, norm=norm, rows=dims)
 
 
 def bound_normalise_groups(op: BoundedOperation) -> Bound:
-    """Bound a group norm as `bound_normalise` does a row, over a group's channels and positions.
+    """Bound the result of a group norm, for any input: a group of unit mean square has the root of its
+    size as 2-norm.
 
-    The bound depends on the number of positions, which is that of the captured call.
+    A group has channels and positions. So the bound depends on the number of positions, which is that
+    of the captured call.
     """
     groups, rank = int(op.given["num_groups"]), len(op.shape)
     count = math.prod(op.shape[1:]) // groups
@@ -72,13 +76,16 @@ def bound_normalise_groups(op: BoundedOperation) -> Bound:
     moved = (shift.square().sum() * places * (1 if shift.numel() > 1 else op.shape[1])).sqrt()
     norm = (math.sqrt(count * groups) * gain.amax() + moved).reshape([1] * rank)
     typical = float(gain.square().mean().sqrt())
-    return op.made(math.sqrt(count) * gain + shift, typical, norm=norm, rows=range(1, rank))
+    return op.make_bound(math.sqrt(count) * gain + shift, typical, norm=norm, rows=range(1, rank))
 
 
 def _magnitudes(op: BoundedOperation, name: str, shape: list[int]) -> torch.Tensor:
     """Return the magnitudes of a norm's weight or bias, float64, in `shape` or as one number of that rank.
 
     They are inf if unknown. A missing weight counts as 1, a missing bias as 0.
+
+    Args:
+        name: `"weight"` or `"bias"`.
     """
     given = op.given.get(name)
     if not isinstance(given, Node):
@@ -93,9 +100,10 @@ def _magnitudes(op: BoundedOperation, name: str, shape: list[int]) -> torch.Tens
 
 
 def find_written_norm(op: BoundedOperation) -> Bound | None:
-    """Bound a norm written out as in `x * rsqrt(mean(x**2) + eps)`; return None for other operations.
+    """Bound an RMS norm that code writes out, as `x * rsqrt(mean(x**2) + eps)`; return None for other
+    operations.
 
-    No row has a larger 2-norm than the root of its length.
+    No row of the result has a larger 2-norm than the root of its length.
     """
     first, other = op.given["self"], op.given["other"]
     inverse = is_kind(op.node, "divide")
@@ -108,15 +116,20 @@ def find_written_norm(op: BoundedOperation) -> Bound | None:
         if strip_casts(source) is strip_casts(value) and shape_of(value) == op.shape:
             count = 1.0 if total else math.prod(op.shape[d] for d in dims)
             norm = torch.full((1,) * len(op.shape), math.sqrt(count)).double()
-            return op.made(norm, 1.0, norm=norm, rows=dims)
+            return op.make_bound(norm, 1.0, norm=norm, rows=dims)
     return None
 
 
 def _find_mean_square(node: Node, inverse: bool) -> tuple[Node, list[int], bool] | None:
-    """Find the source `y` and the dimensions in a factor of the form `(mean(y**2) + eps) ** -0.5`.
+    """Recognise the factor `(mean(y**2) + eps) ** -0.5` of a written-out RMS norm; return None for
+    other values.
 
-    With `inverse`, the node is a divisor instead. The returned flag is True if the divisor is a 2-norm,
-    a sum of squares without the mean. Return None for other values.
+    Args:
+        inverse: whether the node is a divisor instead.
+
+    Returns:
+        `y`, the dimensions of the mean, and True if the divisor is a 2-norm: a sum of squares without a
+        mean.
     """
     node = strip_casts(node)
     if inverse and (is_kind(node, "expansion", "maximum") or _is_clamped_below(node)):
@@ -154,9 +167,10 @@ def _is_square(node: Node) -> bool:
 
 
 def read_vector_norm(node: Node) -> tuple[Node, list[int], bool] | None:
-    """Return a 2-norm's source and dimensions, and True because it sums without dividing by the count.
+    """Return the source and dimensions of a 2-norm that is used as a divisor, and True; None for other
+    norms.
 
-    Return None for other norms, and if `keepdim` is false.
+    True says that squares are summed, not averaged (`_find_mean_square`). `keepdim` must be set.
     """
     given, source = arguments(node), node.args[0]
     if given.get("ord") != 2 or not given.get("dim") or not given.get("keepdim"):
@@ -169,18 +183,22 @@ def read_vector_norm(node: Node) -> tuple[Node, list[int], bool] | None:
 
 
 def bound_add(op: BoundedOperation) -> Bound:
-    """Bound a sum: `|a + k b| <= |a| + |k| |b|`, for elements and for norms."""
+    """Bound a sum by the triangle inequality, `|a + k b| <= |a| + |k| |b|`, for elements and for row
+    norms.
+    """
     first, other = op.spread(op.given["self"]), op.spread(op.given["other"])
     factor = abs(float(op.given.get("alpha", 1) or 1))
     peak = first.peak + factor * other.peak
     typical = math.hypot(first.typical, factor * other.typical)
     dims = first.rows if isinstance(op.given["self"], Node) else other.rows
     norm = norm_over(first, op.shape, dims) + factor * norm_over(other, op.shape, dims)
-    return op.made(peak, typical, norm=norm, rows=dims)
+    return op.make_bound(peak, typical, norm=norm, rows=dims)
 
 
 def bound_multiply(op: BoundedOperation) -> Bound:
-    """Bound a product; a row's norm by that of one factor times the largest element of the other."""
+    """Bound an elementwise product; a row's norm is at most one factor's norm times the other's largest
+    element.
+    """
     if (normed := find_written_norm(op)) is not None:
         return normed
     first, other = op.spread(op.given["self"]), op.spread(op.given["other"])
@@ -190,11 +208,18 @@ def bound_multiply(op: BoundedOperation) -> Bound:
         norm_over(other, op.shape, dims) * largest_over(first.peak, dims),
     )
     typical = first.typical * other.typical
-    return op.made(first.peak * other.peak, typical, norm=norm, rows=dims)
+    return op.make_bound(first.peak * other.peak, typical, norm=norm, rows=dims)
 
 
 def bound_divide(op: BoundedOperation) -> Bound:
-    """Bound a division by a number, by a value clamped from below, by a norm, or by the sum of a mask."""
+    """Bound a quotient whose divisor is a number, is clamped from below, is a norm, or is the sum of a
+    mask.
+
+    Other divisors may be 0.
+
+    Raises:
+        UnboundedError: for other divisors.
+    """
     divisor = op.given["other"]
     if isinstance(divisor, Node):
         if (found := find_written_norm(op) or _bound_masked_mean(op)) is not None:
@@ -209,14 +234,17 @@ def bound_divide(op: BoundedOperation) -> Bound:
 
 
 def _find_least(node: Node) -> float | None:
-    """Return a clamp's lower limit; None if it has none or if fp16 has no such normal number."""
+    """Return a clamp's lower limit, as the least divisor; None without one, or if it is subnormal in
+    fp16.
+    """
     node = strip_casts(node)
     least = arguments(node).get("min") if is_kind(node, "clamp") else None
     return float(least) if isinstance(least, (int, float)) and least >= 2.0**-14 else None
 
 
 def _bound_masked_mean(op: BoundedOperation) -> Bound | None:
-    """Bound `sum(x m) / sum(m)` with a mask `m` of zeros and ones by the values: it is the mean of some.
+    """Bound the mean over unmasked elements, `sum(x m) / sum(m)` with a mask `m` of zeros and ones, by
+    those of `x`.
 
     Return None for other divisions.
     """
@@ -241,7 +269,9 @@ def _bound_masked_mean(op: BoundedOperation) -> Bound | None:
 
 
 def _is_mask(op: BoundedOperation, node: Node) -> bool:
-    """Return whether a value is a mask: booleans, or integers with a known limit."""
+    """Return whether a node is a mask: booleans, or integers with a known limit, perhaps cast or
+    reshaped.
+    """
     while is_kind(node, "reshape", "expansion", "cast"):
         node = node.args[0]  # type: ignore[assignment]
     held = node.meta.get("val")
@@ -250,51 +280,51 @@ def _is_mask(op: BoundedOperation, node: Node) -> bool:
 
 
 def bound_shrink(op: BoundedOperation) -> Bound:
-    """Bound a function with `|f(x)| <= min(|x|, 1)`."""
+    """Bound the result of a function with `|f(x)| <= min(|x|, 1)`, such as `tanh`."""
     bound = op.find(op.node.args[0])
     return bound_saturate(op) if bound is None else replace(bound, peak=bound.peak.clamp(max=1.0))
 
 
 def bound_saturate(op: BoundedOperation) -> Bound:
-    """Bound a function with `|f(x)| <= 1` for every input."""
+    """Bound the result of a function with `|f(x)| <= 1` for every input, such as `cos`."""
     return uniform(1.0, op.shape, 0.5)
 
 
 def bound_softmax(op: BoundedOperation) -> Bound:
-    """Bound a softmax: neither an element nor the 2-norm over its dimension exceeds 1."""
+    """Bound a softmax's result: neither an element nor the 2-norm over its dimension exceeds 1."""
     if not op.shape:
         return uniform(1.0, op.shape, 1.0)
     dim = int(op.given["dim"]) % len(op.shape)
     one = torch.ones((1,) * len(op.shape)).double()
-    return op.made(one, 1 / max(op.shape[dim], 1), norm=one, rows=(dim,))
+    return op.make_bound(one, 1 / max(op.shape[dim], 1), norm=one, rows=(dim,))
 
 
 def bound_power(op: BoundedOperation) -> Bound:
     exponent = op.given["exponent"]
     if not isinstance(exponent, (int, float)) or exponent < 0:
         raise UnboundedError
-    return op.made(op.source.peak**exponent, op.source.typical**exponent)
+    return op.make_bound(op.source.peak**exponent, op.source.typical**exponent)
 
 
 def bound_root(op: BoundedOperation) -> Bound:
-    return op.made(op.source.peak.sqrt(), op.source.typical**0.5)
+    return op.make_bound(op.source.peak.sqrt(), op.source.typical**0.5)
 
 
 def bound_exponential(op: BoundedOperation) -> Bound:
     if op.source.largest > 700:
         raise UnboundedError
-    return op.made(op.source.peak.exp(), 1.0)
+    return op.make_bound(op.source.peak.exp(), 1.0)
 
 
 def bound_subtract_from(op: BoundedOperation) -> Bound:
     number = op.given["other"]
     if not isinstance(number, (int, float)):
         raise UnboundedError
-    return op.made(op.source.peak + abs(number), math.hypot(op.source.typical, number))
+    return op.make_bound(op.source.peak + abs(number), math.hypot(op.source.typical, number))
 
 
 def bound_clamp(op: BoundedOperation) -> Bound:
-    """Bound a clamp by the larger of its two limits; a clamp at fp16's maximum has no effect."""
+    """Bound a clamp's result by its limits and its input; a clamp at fp16's maximum counts as a copy."""
     if is_range_clamp(op.node):
         return op.source
     numbers = [op.given.get(name) for name in ("min", "max")]
@@ -306,17 +336,17 @@ def bound_clamp(op: BoundedOperation) -> Bound:
         return uniform(max(sizes), op.shape, 0.5 * max(sizes))
     if len(sizes) == 2:
         least = 0.0 if given[0] <= 0 <= given[1] else min(sizes)
-        return op.made(op.source.peak.clamp(min=least, max=max(sizes)), op.source.typical)
-    return op.made(op.source.peak.clamp(min=max(sizes, default=0.0)), op.source.typical)
+        return op.make_bound(op.source.peak.clamp(min=least, max=max(sizes)), op.source.typical)
+    return op.make_bound(op.source.peak.clamp(min=max(sizes, default=0.0)), op.source.typical)
 
 
 def bound_total(op: BoundedOperation) -> Bound:
-    """Bound a sum over dimensions by the sum of the peaks."""
+    """Bound a sum over dimensions by the sum of its elements' largest magnitudes."""
     return _reduce(op, mean=False)
 
 
 def bound_mean(op: BoundedOperation) -> Bound:
-    """Bound a mean over dimensions by the mean of the peaks."""
+    """Bound a mean over dimensions by the mean of its elements' largest magnitudes."""
     return _reduce(op, mean=True)
 
 
@@ -358,12 +388,14 @@ def bound_ones(op: BoundedOperation) -> Bound:
 
 
 def bound_same(op: BoundedOperation) -> Bound:
-    """Return the first input's bound as that of a result no element of which is larger."""
+    """Bound the result of a view, or of another operation that makes no element larger, by its first
+    input's bound.
+    """
     return op.bound(op.node.all_input_nodes[0])
 
 
 def bound_copied(op: BoundedOperation) -> Bound:
-    """Bound a value that is overwritten (`copy_`) by the bound of its new content."""
+    """Bound a tensor that `copy_` overwrites by the bound of its new content."""
     return op.spread(op.node.args[1])
 
 
@@ -380,22 +412,26 @@ def bound_expand(op: BoundedOperation) -> Bound:
 
 
 def bound_any(op: BoundedOperation) -> Bound:
-    """Bound a result of input elements, means of some, or zeros by the largest input element."""
+    """Bound a result by the largest input element, if it consists of input elements, means of them, or
+    zeros.
+    """
     bound = bound_same(op)
     return uniform(bound.largest, op.shape, bound.typical)
 
 
 def bound_places(op: BoundedOperation) -> Bound:
-    """Bound pooling and upsampling of `[N, C, ...]` by channel: results are elements or their means."""
+    """Bound the result of pooling or upsampling `[N, C, ...]`, channel by channel: elements are copied
+    or averaged.
+    """
     if op.given.get("divisor_override"):
         raise UnboundedError
     if len(op.before) != len(op.shape):
         return bound_any(op)
-    return op.made(largest_over(op.source.peak, list_mixed(op.node)), op.source.typical)
+    return op.make_bound(largest_over(op.source.peak, list_mixed(op.node)), op.source.typical)
 
 
 def bound_tokens(op: BoundedOperation) -> Bound:
-    """Bound selected elements, by channel if the operation doesn't touch the last dimension."""
+    """Bound the result of indexing or gathering, channel by channel if the last dimension isn't indexed."""
     bound, last = op.source, len(op.before) - 1
     indices = op.given.get("indices") or ()
     if len(indices) > last or not op.shape or op.before[-1:] != op.shape[-1:]:
@@ -403,20 +439,22 @@ def bound_tokens(op: BoundedOperation) -> Bound:
     ones = (1,) * (len(op.shape) - 1)
     peak = largest_over(bound.peak, range(last)).reshape(*ones, -1)
     if bound.rows != {last}:
-        return op.made(peak, bound.typical)
+        return op.make_bound(peak, bound.typical)
     norm = bound.norm.amax().reshape(*ones, 1)
-    return op.made(peak, bound.typical, norm=norm, rows=(len(ones),))
+    return op.make_bound(peak, bound.typical, norm=norm, rows=(len(ones),))
 
 
 def bound_repeat(op: BoundedOperation) -> Bound:
-    """Bound `repeat` and similar operations: repeating an element doesn't change its magnitude."""
+    """Bound the result of `repeat` and similar operations: repeating an element doesn't change its
+    magnitude.
+    """
     added = len(op.shape) - len(op.before)
     if added < 0 or isinstance(op.given.get("repeats"), Node):  # flattened first, or data-dependent
         return bound_any(op)
     before = (1,) * added + op.before
     bound = broadcast(op.source, op.before, before)
     changed = [d for d in range(len(before)) if before[d] != op.shape[d]]
-    return op.made(largest_over(bound.peak, changed), bound.typical)
+    return op.make_bound(largest_over(bound.peak, changed), bound.typical)
 
 
 def bound_part(op: BoundedOperation) -> Bound:
@@ -466,7 +504,9 @@ def bound_stack(op: BoundedOperation) -> Bound:
 
 
 def bound_choose(op: BoundedOperation) -> Bound:
-    """Bound `where` and `masked_fill` by both alternatives; a mask's fill value (-inf) counts as 0."""
+    """Bound the result of `where` or `masked_fill` by both alternatives; a mask's fill value (-inf)
+    counts as 0.
+    """
     names = ("self", "other", "value", "source")
     bounds = [op.spread(op.given[n]) for n in names if op.given.get(n) is not None]
     return functools.reduce(lambda one, other: join(one, other, op.shape, op.shape), bounds)
@@ -476,25 +516,29 @@ def bound_pad(op: BoundedOperation) -> Bound:
     bound, changed, value = op.source, list_mixed(op.node), op.given.get("value") or 0.0
     peak = largest_over(bound.peak, changed).clamp(min=abs(float(value)))
     if op.given.get("mode", "constant") != "constant" or value:
-        return op.made(peak, bound.typical)
+        return op.make_bound(peak, bound.typical)
     norm = largest_over(bound.norm, changed)
-    return op.made(peak, bound.typical, norm=norm, rows=bound.rows)
+    return op.make_bound(peak, bound.typical, norm=norm, rows=bound.rows)
 
 
 def bound_embedding(op: BoundedOperation) -> Bound:
-    """Bound an embedding by the rows of its table."""
+    """Bound an embedding's result, for any index, by the rows of its table."""
     table, ones = op.bound(op.given["weight"]), (1,) * (len(op.shape) - 1)
     peak, norm = table.peak.amax(0).reshape(*ones, -1), table.norm.amax().reshape(*ones, 1)
-    return op.made(peak, table.typical, norm=norm, rows=(len(ones),))
+    return op.make_bound(peak, table.typical, norm=norm, rows=(len(ones),))
 
 
 def bound_complex(op: BoundedOperation) -> Bound:
-    """Bound the modulus of a complex number by the 2-norm of its real and imaginary part."""
+    """Bound a complex tensor's modulus by the 2-norm of its real and imaginary parts
+    (`view_as_complex`).
+    """
     peak = norm_over(op.source, op.before, (len(op.before) - 1,)).squeeze(-1)
-    return op.made(peak, op.source.typical * 2**0.5)
+    return op.make_bound(peak, op.source.typical * 2**0.5)
 
 
 def bound_real(op: BoundedOperation) -> Bound:
-    """Bound real and imaginary parts by the complex number's modulus, which bounds their 2-norm too."""
+    """Bound a complex tensor's real and imaginary parts (`view_as_real`) by its modulus, which bounds
+    their 2-norm too.
+    """
     peak = op.source.peak.unsqueeze(-1)
-    return op.made(peak, op.source.typical / 2**0.5, norm=peak, rows=(len(op.shape) - 1,))
+    return op.make_bound(peak, op.source.typical / 2**0.5, norm=peak, rows=(len(op.shape) - 1,))

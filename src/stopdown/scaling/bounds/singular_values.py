@@ -1,4 +1,4 @@
-"""Upper bounds of a weight's largest singular value: how much longer a linear can make a row.
+"""Prove upper bounds of a weight's largest singular value: the factor by which a linear can lengthen a row.
 
 The largest eigenvalue of the Gram matrix is estimated. A Cholesky decomposition then proves that none
 is above a value slightly larger. The rounding errors of the Gram matrix and of the decomposition are
@@ -53,12 +53,14 @@ def count_work(weight: torch.Tensor) -> int:
 
 
 def takes_work(weight: torch.Tensor) -> bool:
-    """Return whether the Gram matrix of a weight `[out, in]` is too much work for float64."""
+    """Return whether the Gram matrix of a weight `[out, in]` takes too long in float64, so that fp32 is
+    used.
+    """
     return count_work(weight) > SMALL
 
 
 def measure_sigma(weight: torch.Tensor, largest: float | None = None) -> float:
-    """Return an upper bound of the largest singular value of a weight `[out, in]`.
+    """Return a proved upper bound of the largest singular value of a weight `[out, in]`.
 
     A large weight is split into column parts. The square of its value is at most the sum of the squares
     of theirs.
@@ -74,25 +76,29 @@ def measure_sigma(weight: torch.Tensor, largest: float | None = None) -> float:
     scale = choose_scale(largest)  # squares stay in range
     if not takes_work(weight):
         return math.sqrt(_bound_small_gram(tall.cpu().double() * scale)) / scale * MARGIN
-    count, room = math.ceil(tall.shape[1] / MOST_COLUMNS), _Room(weight.device)
+    count, room = math.ceil(tall.shape[1] / MOST_COLUMNS), _Buffers(weight.device)
     tops = [_bound_gram(part, scale, room) for part in tall.chunk(count, dim=1)]
     return math.sqrt(sum(tops)) / scale * MARGIN
 
 
 def bound_parts(weight: torch.Tensor) -> list[float]:
-    """Bound the squared largest singular values of parts of `[out, in]` with few columns each.
+    """Bound the squared largest singular value of each part of a weight `[out, in]`, split into groups
+    of columns.
+
+    Their sum bounds that of the whole weight.
 
     Cost: at most half of `count_work` in fp32; Cholesky decompositions of squares of `MOST_COLUMNS`.
     """
     count = math.ceil(weight.shape[1] / MOST_COLUMNS)
     cuts = torch.linspace(0, weight.shape[1], count + 1, dtype=torch.float64).long().tolist()
-    scale, room = choose_scale(find_largest_magnitude(weight)), _Room(weight.device)
+    scale, room = choose_scale(find_largest_magnitude(weight)), _Buffers(weight.device)
     parts = (weight[:, start:stop] for start, stop in itertools.pairwise(cuts))
     return [_bound_gram(part, scale, room) / scale**2 for part in parts]
 
 
 def estimate_sigma(weight: torch.Tensor) -> float:
-    """Estimate the largest singular value of a weight `[out, in]` on its device, from below.
+    """Estimate the largest singular value of a weight `[out, in]` from below, by power iteration on its
+    device.
 
     Cost: sixteen products of the weight with a vector, and a host read.
     """
@@ -104,8 +110,8 @@ def estimate_sigma(weight: torch.Tensor) -> float:
     return math.sqrt(float(vector.norm()))
 
 
-class _Room:
-    """Buffers that are reused for all parts of a weight, as fresh memory costs time to be cleared.
+class _Buffers:
+    """Scratch memory that is reused for all parts of a weight, as fresh memory costs time to be cleared.
 
     Args:
         device: device of the weight.
@@ -117,7 +123,7 @@ class _Room:
     def take(
         self, name: str, rows: int, columns: int, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Return uninitialised memory for `[rows, columns]`; the next call with this name reuses it."""
+        """Return uninitialised memory `[rows, columns]`, which the next call with this name reuses."""
         held, count = self._held.get(name), rows * columns
         if held is None or held.numel() < count:
             held = torch.empty(count, dtype=dtype, device=self._device)
@@ -126,13 +132,15 @@ class _Room:
 
 
 def _bound_small_gram(weight: torch.Tensor) -> float:
-    """Bound the largest eigenvalue of `W^T W` for `W` in float64, with the rounding errors of its sums."""
+    """Bound the largest eigenvalue of `W^T W` for a float64 weight W; rounding errors of the sums are
+    included.
+    """
     gram = weight.T @ weight
     return bound_top(gram) + 1.01 * len(weight) * 2.0**-53 * float(gram.trace())
 
 
-def _bound_gram(weight: torch.Tensor, scale: float, room: _Room) -> float:
-    """Bound the largest eigenvalue of `W^T W` times `scale**2`, with the rounding errors of its sums.
+def _bound_gram(weight: torch.Tensor, scale: float, room: _Buffers) -> float:
+    """Bound the largest eigenvalue of `scale**2 * W^T W`, computed in fp32; rounding errors are included.
 
     Half of the matrix is computed. A sum of n products in fp32 is off by at most `n u / (1 - n u)` of
     the sum of their magnitudes (u is 2**-24). So the 2-norm of the whole error is at most that factor
@@ -152,20 +160,24 @@ def _bound_gram(weight: torch.Tensor, scale: float, room: _Room) -> float:
     for start in range(0, columns, GRAM_COLUMNS):
         stop = start + GRAM_COLUMNS
         gram[stop:, start:stop] = gram[start:stop, stop:].T
-    room, gram = (room, gram) if gram.device.type == "cpu" else (_Room(), gram.cpu())
+    room, gram = (room, gram) if gram.device.type == "cpu" else (_Buffers(), gram.cpu())
     terms = GRAM_ROWS + len(pieces)
     error = 1.01 * terms * 2.0**-24 * float(gram.diagonal().double().sum())
     return bound_top(gram, room) + error + weight.numel() * 2.0**-125
 
 
-def bound_top(gram: torch.Tensor, room: _Room | None = None) -> float:
-    """Bound the largest eigenvalue of a positive semidefinite matrix `[n, n]` in fp32 or float64.
+def bound_top(gram: torch.Tensor, room: _Buffers | None = None) -> float:
+    """Prove an upper bound of the largest eigenvalue of a positive semidefinite matrix `[n, n]` in fp32
+    or float64.
 
     If the Cholesky decomposition of `A` succeeds in float64, `A` has no eigenvalue below `-2 (n + 1) u
     trace(A)` (u is 2**-53; Rump, Verification of positive definiteness, 2006).
+
+    Args:
+        room: scratch memory; None allocates it.
     """
     size, near = len(gram), _estimate_top(gram.float())
-    room, info = room or _Room(), torch.empty((), dtype=torch.int32)
+    room, info = room or _Buffers(), torch.empty((), dtype=torch.int32)
     left = room.take("left", size, size, torch.float64)
     root = room.take("root", size, size, torch.float64).T  # LAPACK's order
     for above in ABOVE:
@@ -178,7 +190,9 @@ def bound_top(gram: torch.Tensor, room: _Room | None = None) -> float:
 
 
 def _estimate_top(gram: torch.Tensor) -> float:
-    """Estimate the largest eigenvalue by `STEPS` steps of Lanczos's method in fp32."""
+    """Estimate the largest eigenvalue of a symmetric matrix `[n, n]` by `STEPS` steps of Lanczos's
+    method in fp32.
+    """
     vector = torch.randn(len(gram), generator=torch.Generator().manual_seed(0))
     vector, before = vector / vector.norm(), torch.zeros_like(vector)
     inner, outer = list[torch.Tensor](), [torch.zeros(())]

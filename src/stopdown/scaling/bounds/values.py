@@ -53,7 +53,9 @@ class Bound:
 
 @dataclass(frozen=True)
 class AffineRow:
-    """A row `n * gain + table[t] + v` of `d` channels at a timestep `t`; `n` and `v` are only bounded.
+    """Rows of activations of the form `n * gain + table[t] + v`, with `d` channels, at a timestep `t`.
+
+    `n` is a norm's output; `n` and `v` are unknown and only bounded.
 
     Attributes:
         radius: upper bound of the 2-norm of `n`.
@@ -92,7 +94,9 @@ class AffineRow:
 
 
 def find_largest_rows(parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the largest magnitude in each column of a table that is passed in parts of its rows."""
+    """Return the largest magnitude in each column `[d]` of a table `[T, d]` that is passed in parts of
+    its rows.
+    """
     ends = [torch.maximum(part.amax(0), part.amin(0).neg()) for part in parts]
     return torch.stack(ends).amax(0).abs()
 
@@ -108,10 +112,16 @@ def make_bound(
     norm: torch.Tensor | None = None,
     rows: Iterable[int] = (),
 ) -> Bound:
-    """Make a bound of a value of `shape` from peaks and, if known, a norm over the dimensions `rows`.
+    """Make a bound of a tensor from its elements' largest magnitudes and, if known, its rows' 2-norms.
 
     Without a norm, that of a row of peaks over the last dimension is used. Peaks are capped at the norm
     of their row.
+
+    Args:
+        peak: largest magnitudes; each size is 1 or that of `shape`.
+        shape: shape of the tensor.
+        typical: estimated root mean square.
+        norm: bound of the 2-norm over the dimensions `rows`.
     """
     peak = collapse(peak.double(), shape)
     dims = frozenset(rows) if norm is not None else frozenset({len(shape) - 1} if shape else ())
@@ -126,19 +136,32 @@ def make_bound(
 
 
 def uniform(magnitude: float, shape: Shape, typical: float | None = None) -> Bound:
-    """Make a bound with one magnitude for every element."""
+    """Make a bound in which every element of a tensor has the same largest magnitude.
+
+    Args:
+        typical: estimated root mean square; None for `magnitude`.
+    """
     peak = torch.full((1,) * len(shape), float(magnitude), dtype=torch.float64)
     return make_bound(peak, shape, typical=magnitude if typical is None else typical)
 
 
 def unsized(magnitude: float, typical: float, rank: int) -> Bound:
-    """Make a bound with one magnitude, and no norms of rows, for a value of unknown sizes."""
+    """Make a bound with one largest magnitude for a tensor whose sizes depend on data; it has no row norms.
+
+    Args:
+        typical: estimated root mean square.
+        rank: number of dimensions.
+    """
     peak = torch.full((1,) * rank, float(magnitude), dtype=torch.float64)
     return Bound(peak, peak, frozenset(), min(typical, float(magnitude)))
 
 
 def collapse(bound: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Reduce a bound's tensor to `MOST_ENTRIES` by maxima over its longest dimensions, channels last."""
+    """Reduce a tensor of upper bounds to `MOST_ENTRIES` by maxima over its longest dimensions, to save
+    memory.
+
+    Channels (the last dimension) are reduced last.
+    """
     while bound.numel() > MOST_ENTRIES:
         bound = bound.amax(_choose_collapsed(bound.shape, len(shape) - 1), keepdim=True)
     return bound
@@ -154,9 +177,11 @@ def _choose_collapsed(sizes: Sequence[int], channel: int) -> int:
 
 
 def _take_smaller(first: torch.Tensor, other: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Return `collapse(torch.minimum(first, other))` without computing entries that are collapsed at once.
+    """Return the elementwise minimum of two tensors of upper bounds, reduced to `MOST_ENTRIES` by
+    `collapse`.
 
-    Along a dimension where one of the two does not vary, the largest minimum is the minimum of the largest.
+    Entries that would be reduced at once aren't computed: along a dimension where one of the two does
+    not vary, the largest minimum is the minimum of the largest.
     """
     while math.prod(sizes := _broadcast_sizes(first.shape, other.shape)) > MOST_ENTRIES:
         dim = _choose_collapsed(sizes, len(shape) - 1)
@@ -175,7 +200,11 @@ def _broadcast_sizes(first: Sequence[int], other: Sequence[int]) -> list[int]:
 
 
 def sum_squares(squares: torch.Tensor, shape: Shape, dims: Iterable[int]) -> torch.Tensor:
-    """Sum squares over dimensions of `shape`, which keep size 1; broadcast entries count repeatedly."""
+    """Sum squares over dimensions of a tensor of `shape`; a size 1 entry that is broadcast counts
+    repeatedly.
+
+    The dimensions keep size 1.
+    """
     for dim in dims:
         repeated = squares.shape[dim] == 1
         squares = squares * shape[dim] if repeated else squares.sum(dim, keepdim=True)
@@ -183,7 +212,10 @@ def sum_squares(squares: torch.Tensor, shape: Shape, dims: Iterable[int]) -> tor
 
 
 def norm_over(bound: Bound, shape: Shape, dims: Iterable[int]) -> torch.Tensor:
-    """Return an upper bound of the 2-norm over the given dimensions; it has size 1 in them."""
+    """Return an upper bound of a tensor's 2-norm over the given dimensions, from its peaks and row norms.
+
+    The result has size 1 in these dimensions.
+    """
     dims = frozenset(dims)
     by_peak = sum_squares(bound.peak**2, shape, dims).sqrt()
     by_norm = sum_squares(bound.norm**2, shape, dims - bound.rows).sqrt()
@@ -191,14 +223,14 @@ def norm_over(bound: Bound, shape: Shape, dims: Iterable[int]) -> torch.Tensor:
 
 
 def largest_over(bound: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
-    """Return the maximum over the given dimensions, which keep size 1."""
+    """Return the maximum of a tensor over the given dimensions, which keep size 1."""
     for dim in dims:
         bound = bound.amax(dim, keepdim=True)
     return bound
 
 
 def broadcast(bound: Bound, shape: Shape, target: Shape) -> Bound:
-    """Return the bound of a value of `shape` that is broadcast to the shape `target`."""
+    """Return the bound that a tensor of `shape` has after it is broadcast to the shape `target`."""
     added = len(target) - len(shape)
     shape = (1,) * added + shape
     rows = frozenset(dim + added for dim in bound.rows)
@@ -211,12 +243,12 @@ def broadcast(bound: Bound, shape: Shape, target: Shape) -> Bound:
 
 
 def inflate(bound: Bound, relative: float, floor: float, shape: Shape) -> Bound:
-    """Widen a bound by the error of one rounding.
+    """Widen a bound by the error that rounding the tensor to its dtype may add.
 
     Args:
         relative: error relative to each element.
         floor: error of every element relative to the tensor's largest one.
-        shape: shape of the value.
+        shape: shape of the tensor.
     """
     slack = floor * bound.largest
     width = math.sqrt(math.prod(shape[dim] for dim in bound.rows))
@@ -228,10 +260,11 @@ def inflate(bound: Bound, relative: float, floor: float, shape: Shape) -> Bound:
 
 
 def join(first: Bound, second: Bound, shape: Shape, other: Shape) -> Bound:
-    """Return a bound of a value whose elements come from a first value or, in any part, from a second.
+    """Return a bound of a tensor whose elements come from one of two tensors, as after `where` or a
+    write into a view.
 
     Args:
-        shape: shape of the first value.
+        shape: shape of the first tensor, and of the result.
         other: shape of the second, which is a part or a view of the first.
     """
     typical = max(first.typical, second.typical)
@@ -248,7 +281,7 @@ def join(first: Bound, second: Bound, shape: Shape, other: Shape) -> Bound:
 
 
 def reshape(bound: Bound, shape: Shape, target: Shape) -> Bound:
-    """Return the bound of a value of `shape` that is viewed in the shape `target`."""
+    """Return the bound that a tensor of `shape` has after it is viewed in the shape `target`."""
     groups = group_dims(shape, target)
     norm, rows = bound.norm, set[int]()
     for source, result in groups:
@@ -264,7 +297,13 @@ def reshape(bound: Bound, shape: Shape, target: Shape) -> Bound:
 def _regroup(
     tensor: torch.Tensor, groups: list[tuple[list[int], list[int]]], shape: Shape, target: Shape
 ) -> torch.Tensor:
-    """Reshape the entries of a bound; size 1 over a whole group of dimensions stays size 1."""
+    """Reshape a tensor of upper bounds as the tensor that it bounds is reshaped, but keep broadcast
+    sizes 1.
+
+    Args:
+        tensor: upper bounds; each size is 1 or that of `shape`.
+        groups: dimensions before and after that correspond, from `group_dims`.
+    """
     sizes, pieces = list(tensor.shape), list[int]()
     for source, result in groups:
         whole = math.prod(shape[d] for d in source)
@@ -276,7 +315,9 @@ def _regroup(
 
 
 def group_dims(shape: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
-    """Group the dimensions of two shapes, as a reshape pairs them: shortest runs with equal sizes."""
+    """Pair the dimensions that a reshape splits or joins: shortest runs of `shape` and `target` with
+    equal products.
+    """
     groups, i, j = list[tuple[list[int], list[int]]](), 0, 0
     while i < len(shape) or j < len(target):
         a, b = i, j
@@ -291,7 +332,7 @@ def group_dims(shape: Shape, target: Shape) -> list[tuple[list[int], list[int]]]
 
 
 def permute(bound: Bound, order: Sequence[int]) -> Bound:
-    """Return the bound of a permuted value, whose dimension `i` was dimension `order[i]`."""
+    """Return the bound of a tensor after `permute`: its dimension `i` was dimension `order[i]`."""
     places = {old: new for new, old in enumerate(order)}
     return replace(
         bound,
@@ -302,7 +343,9 @@ def permute(bound: Bound, order: Sequence[int]) -> Bound:
 
 
 def take(bound: Bound, target: Shape, dim: int, start: int, stop: int, op: int = 1) -> Bound:
-    """Return the bound of the slice `start:stop:op` along one dimension; `target` is its shape."""
+    """Return the bound of the slice `start:stop:op` of a tensor along one dimension; `target` is the
+    slice's shape.
+    """
     peak, norm = (_slice(x, dim, start, stop, op) for x in (bound.peak, bound.norm))
     return make_bound(peak, target, typical=bound.typical, norm=norm, rows=bound.rows)
 
@@ -314,7 +357,12 @@ def _slice(tensor: torch.Tensor, dim: int, start: int, stop: int, op: int) -> to
 
 
 def concatenate(bounds: Sequence[Bound], shapes: Sequence[Shape], target: Shape, dim: int) -> Bound:
-    """Return the bound of values that are concatenated along `dim` into a value of shape `target`."""
+    """Return the bound of the concatenation of tensors along `dim`.
+
+    Args:
+        bounds, shapes: bound and shape of each tensor.
+        target: shape of the result.
+    """
     typical = max(b.typical for b in bounds)
     peak = _cat([b.peak for b in bounds], shapes, target, dim)
     dims = frozenset.intersection(*(b.rows for b in bounds))
@@ -331,7 +379,9 @@ def concatenate(bounds: Sequence[Bound], shapes: Sequence[Shape], target: Shape,
 def _cat(
     tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], target: Shape, dim: int
 ) -> torch.Tensor:
-    """Concatenate the entries of bounds along `dim`, or return their maximum if that would be too large."""
+    """Concatenate tensors of upper bounds along `dim`, or return their maximum if the result would be
+    too large.
+    """
     sizes = [max(t.shape[d] for t in tensors) for d in range(len(target))]
     sizes[dim] = target[dim]
     if math.prod(sizes) > MOST_ENTRIES or (dim != len(target) - 1 and target[dim] > 4096):

@@ -1,4 +1,5 @@
-"""Equations between the exponents of an operation's inputs and outputs: one rule per operation.
+"""Equations that keep a network's result unchanged when its tensors are scaled by powers of two: one
+rule per operation.
 
 A tensor with the exponent e is stored multiplied by 2**e. A rule receives a `PlacedOperation` and adds
 equations to a system. Three kinds cover most of ATen: *homogeneous* (a factor on the inputs comes out
@@ -34,29 +35,43 @@ from stopdown.scaling.graph.nodes import (
 
 
 class CallUnknowns(Protocol):
-    """Interface by which rules look up the unknown exponents of a call; `problem.CallStatement` has it."""
+    """Interface by which rules look up the unknown scale exponents of a call; `problem.CallStatement`
+    implements it.
+    """
 
     system: System
 
     def unknown(self, node: Node, block: int | None, user: Node) -> int:
-        """Return the unknown exponent of a node's value, or of one of its blocks, as its user reads it."""
+        """Return the index of the unknown scale exponent of a node's result, or of one block of its
+        channels.
+
+        `user` is the node that reads the result: a module's output may be multiplied on the way to it.
+        """
 
     def eps_unknown(self, node: Node, value: float | None) -> int | None:
-        """Return the unknown exponent of an eps attribute with this value in a node's module, else None."""
+        """Return the unknown scale exponent of the eps attribute with this value in a node's module; None
+        without one.
+        """
 
     def clamp_unknown(self, node: Node, value: float) -> int | None:
-        """Return the unknown exponent of the lower limit of a node's clamp; None if it can't scale."""
+        """Return the unknown scale exponent of a clamp's lower limit; None if the limit can't be scaled."""
 
     def keeps_clamp(self, node: Node) -> bool:
-        """Return whether a clamp at fp16's maximum belongs to the model and isn't an overflow guard."""
+        """Return whether a clamp at fp16's maximum belongs to the model, so that its effect must be kept.
+
+        Other such clamps only guard against overflow.
+        """
 
     def keep_from_zero(self, node: Node) -> None:
-        """Keep the 16-bit argument of a root or reciprocal from underflowing to 0."""
+        """Limit how far the fp16 argument of a root or reciprocal is scaled down, since 0 would give
+        Inf.
+        """
 
 
 @dataclass
 class PlacedOperation:
-    """One operation of a captured call, or one block of it: the input of a rule.
+    """One operation of a captured call, or one block of its channels, with its unknown exponents: a
+    rule's input.
 
     Attributes:
         node: node of the operation.
@@ -75,11 +90,13 @@ class PlacedOperation:
 
     @property
     def out(self) -> int:
-        """Unknown exponent of the result."""
+        """Unknown scale exponent of the result."""
         return self.around.unknown(self.node, self.block, self.node)
 
     def of(self, value: Any) -> int:
-        """Return the unknown exponent of an argument; `ZERO` unless it is a floating tensor."""
+        """Return the index of an argument's unknown scale exponent; `ZERO` unless the argument is a
+        floating tensor.
+        """
         return self.around.unknown(value, self.block, self.node) if is_float(value) else ZERO
 
     def floats(self) -> list[Node]:
@@ -87,11 +104,15 @@ class PlacedOperation:
         return [x for x in self.node.all_input_nodes if is_float(x)]
 
     def tensors(self, *names: str) -> list[int]:
-        """Return the unknown exponents of the named tensor arguments, skipping those that are None."""
+        """Return the unknown scale exponents of the arguments with these names; an argument that is None is
+        skipped.
+        """
         return [self.of(self.given[name]) for name in names if self.given.get(name) is not None]
 
     def pin(self) -> None:
-        """Fix the exponents of the inputs and of the result at 0."""
+        """Fix the scale exponents of the operation's inputs and result at 0, so that none of them is
+        scaled.
+        """
         self.system.pin(*(self.of(x) for x in self.floats()))
         if is_float(self.node):
             self.system.pin(self.out)
@@ -100,8 +121,10 @@ class PlacedOperation:
 Rule = Callable[[PlacedOperation], None]
 
 
-def keep_first(op: PlacedOperation) -> None:
-    """Equate the result's exponent with that of the first floating input."""
+def equate_with_first(op: PlacedOperation) -> None:
+    """Give the result the scale exponent of the first floating input, as for views and other homogeneous
+    functions.
+    """
     floats = op.floats()
     if is_float(op.node) and floats:
         op.system.equate(op.out, op.of(floats[0]))
@@ -109,54 +132,64 @@ def keep_first(op: PlacedOperation) -> None:
         op.pin()
 
 
-def length(op: PlacedOperation) -> None:
-    """Equate the exponents of a vector norm and its input.
+def equate_vector_norm(op: PlacedOperation) -> None:
+    """Give a vector norm's result the scale exponent of its input.
 
-    Orders other than 1, 2 and infinity fix them at 0.
+    Orders other than 1, 2 and infinity fix both at 0.
     """
     order = op.given.get("ord", op.given.get("p"))
     if order in (None, 1, 2, math.inf, -math.inf):
-        keep_first(op)
+        equate_with_first(op)
     else:
         op.pin()
 
 
-def parts(op: PlacedOperation) -> None:
-    """Equate a single result's exponent with the first floating input's; `pick` handles several results."""
+def equate_single_result(op: PlacedOperation) -> None:
+    """Give a single result the scale exponent of the first floating input; with several results, state
+    nothing.
+
+    `relate_picked` handles several results, one by one.
+    """
     if is_float(op.node):
-        keep_first(op)
+        equate_with_first(op)
 
 
-def keep_all(op: PlacedOperation) -> None:
-    """Equate the exponents of the result and of every floating input."""
+def equate_all(op: PlacedOperation) -> None:
+    """Give the result and all floating inputs one scale exponent."""
     op.system.equate(op.out, *(op.of(x) for x in op.floats()))
 
 
-def scatter(op: PlacedOperation) -> None:
-    """Give all tensors of a scatter one exponent.
+def equate_scatter(op: PlacedOperation) -> None:
+    """Give a scatter's inputs and result one scale exponent.
 
     It is 0 if the scatter writes a number other than 0, or reduces in another way than by adding.
     """
     if op.given.get("reduce") not in (None, "add") or op.given.get("value"):
         op.pin()
     else:
-        keep_all(op)
+        equate_all(op)
 
 
-def free(op: PlacedOperation) -> None:
-    """State no equation, as the result is no floating tensor or contains only zeros."""
+def state_nothing(op: PlacedOperation) -> None:
+    """State no equation: any scale of the inputs is right, as the result is no floating tensor or only
+    zeros.
+    """
 
 
-def pinned_source(op: PlacedOperation) -> None:
-    """Fix the exponent of a tensor that is created from numbers, such as by `arange`, at 0."""
+def pin_created(op: PlacedOperation) -> None:
+    """Fix the scale exponent of a tensor that is created from numbers, such as by `arange`, at 0: nothing
+    could scale it.
+    """
     if is_float(op.node):
         op.system.pin(op.out)
 
 
-def product(*words: str) -> Rule:
-    """Return the rule of a product, whose exponent is the sum of those of the named inputs.
+def relate_product(*words: str) -> Rule:
+    """Return the rule of a product: the result's exponent is the sum of those of the named inputs.
 
-    `+bias` names an input with the result's exponent, `!angle` one that is fixed at 0.
+    Args:
+        words: names of inputs. `+bias` names an input with the result's exponent, `!angle` one that is
+            fixed at 0.
     """
     named = {sign: [x.lstrip("+!") for x in words if x[0] == sign] for sign in "+!"}
     factors = [x for x in words if x[0] not in named]
@@ -170,23 +203,25 @@ def product(*words: str) -> Rule:
     return rule
 
 
-def multiply_all(op: PlacedOperation) -> None:
-    """Equate the result's exponent with the sum of all inputs' exponents (einsum)."""
+def relate_einsum(op: PlacedOperation) -> None:
+    """Make the scale exponent of an einsum's result the sum of all inputs' exponents."""
     op.system.relate((op.out, -1), *((op.of(x), 1) for x in op.given["tensors"]))
 
 
-def quotient(op: PlacedOperation) -> None:
-    """Equate a quotient's exponent with the difference of its operands'; fix all at 0 if it rounds."""
+def relate_quotient(op: PlacedOperation) -> None:
+    """Make a quotient's scale exponent the difference of its operands'; fix all at 0 if the quotient is
+    rounded.
+    """
     if op.given.get("rounding_mode") is not None:
         return op.pin()
     terms = (op.of(op.given["self"]), 1), (op.of(op.given["other"]), -1)
     return op.system.relate((op.out, -1), *terms)
 
 
-def add(op: PlacedOperation) -> None:
-    """Equate the exponents of a sum and its terms.
+def equate_sum(op: PlacedOperation) -> None:
+    """Give a sum and its terms one scale exponent, as terms of different scales can't be added.
 
-    An added number that can't be scaled like an eps fixes them at 0.
+    If a number is added that can't be scaled like an eps, the exponent is fixed at 0.
     """
     first, other = op.given["self"], op.given["other"]
     if not is_float(op.node):
@@ -207,16 +242,16 @@ def _add_number(op: PlacedOperation, first: Any, number: Any) -> None:
         op.system.equate(op.out, op.of(first), eps)
 
 
-def subtract_from(op: PlacedOperation) -> None:
-    """Fix the exponents of `number - x` and `x` at 0, unless the number is 0."""
+def pin_difference(op: PlacedOperation) -> None:
+    """Fix the scale exponents of `number - x` and `x` at 0; if the number is 0, give both one exponent."""
     if op.given["other"] == 0:
         op.system.equate(op.out, op.of(op.given["self"]))
     else:
         op.pin()
 
 
-def power(op: PlacedOperation) -> None:
-    """Equate the exponent of `x ** n` with n times that of `x`; fix both at 0 unless 2 n is an integer."""
+def relate_power(op: PlacedOperation) -> None:
+    """Make the scale exponent of `x ** n` n times that of `x`; fix both at 0 unless 2 n is an integer."""
     exponent = op.given.get("exponent")
     if not isinstance(exponent, (int, float)) or exponent * 2 != int(exponent * 2):
         return op.pin()
@@ -226,8 +261,12 @@ def power(op: PlacedOperation) -> None:
     return op.system.relate(*terms)
 
 
-def fixed_power(halves: str) -> Rule:
-    """Return the rule of `x ** (halves / 2)`: rsqrt, sqrt, reciprocal, square."""
+def relate_fixed_power(halves: str) -> Rule:
+    """Return the rule of `x ** (halves / 2)`, for rsqrt, sqrt, reciprocal and square.
+
+    Args:
+        halves: an integer as text.
+    """
     twice = int(halves)
 
     def rule(op: PlacedOperation) -> None:
@@ -238,11 +277,11 @@ def fixed_power(halves: str) -> Rule:
     return rule
 
 
-def norm(op: PlacedOperation) -> None:
-    """Relate the exponents of an eps and the input of a layer, group or RMS norm: eps scales by the square.
+def relate_norm(op: PlacedOperation) -> None:
+    """State the rule of a layer, group or RMS norm: the eps scales by the square of the input's factor.
 
-    Without an eps that can be scaled, the input's exponent is fixed at 0. The result has that of the
-    norm's weight.
+    Without an eps that can be scaled, the input's exponent is fixed at 0. The result has the exponent
+    of the norm's weight, whatever the input's.
     """
     source = op.of(op.given["input"])
     eps = op.around.eps_unknown(op.node, op.given.get("eps"))
@@ -253,11 +292,13 @@ def norm(op: PlacedOperation) -> None:
     _affine(op)
 
 
-def batch_norm(op: PlacedOperation) -> None:
-    """Equate the exponents of a batch norm's input and stored mean; its variance scales by the square."""
+def relate_batch_norm(op: PlacedOperation) -> None:
+    """State the rule of a batch norm: the stored mean scales as the input, the variance and eps by the
+    square.
+    """
     if op.given.get("training") or op.given.get("running_mean") is None:
-        return norm(op)
-    norm(op)
+        return relate_norm(op)
+    relate_norm(op)
     source = op.of(op.given["input"])
     op.system.equate(source, op.of(op.given["running_mean"]))
     return op.system.relate((op.of(op.given["running_var"]), -1), (source, 2))
@@ -270,8 +311,8 @@ def _affine(op: PlacedOperation) -> None:
         op.system.equate(op.out, op.of(bias))
 
 
-def attention(op: PlacedOperation) -> None:
-    """Equate the exponents of result and value; those of query and key must sum to 0.
+def relate_attention(op: PlacedOperation) -> None:
+    """Give attention's result the scale exponent of the value; those of query and key must sum to 0.
 
     Otherwise scores, and with them the softmax, would be scaled.
     """
@@ -282,10 +323,11 @@ def attention(op: PlacedOperation) -> None:
         op.system.pin(op.of(op.given["attn_mask"]))
 
 
-def attend_by_kernel(op: PlacedOperation) -> None:
-    """Treat an attention kernel as attention of its first three arguments; further results are statistics.
+def relate_attention_kernel(op: PlacedOperation) -> None:
+    """State the rule of a fused attention kernel: its first three arguments are query, key and value.
 
-    The exponents of other inputs, such as those of a function that changes the scores, are fixed at 0.
+    The first result is attention's; further ones are statistics. The exponents of other inputs, such as
+    those of a function that changes the scores, are fixed at 0.
     """
     first = op.node.args[:3]
     query, key, value = (op.of(x) for x in first)
@@ -295,8 +337,10 @@ def attend_by_kernel(op: PlacedOperation) -> None:
         op.system.equate(op.out, value)
 
 
-def cast(op: PlacedOperation) -> None:
-    """Equate the exponents before and after a cast between floats; fix them at 0 for integers."""
+def equate_cast(op: PlacedOperation) -> None:
+    """Give a tensor one scale exponent before and after a cast between floats; fix it at 0 for a cast to
+    integers.
+    """
     source = op.given["self"]
     if is_float(op.node) and is_float(source):
         op.system.equate(op.out, op.of(source))
@@ -304,10 +348,10 @@ def cast(op: PlacedOperation) -> None:
         op.pin()
 
 
-def align_choice(op: PlacedOperation) -> None:
-    """Equate all exponents of `where` or `masked_fill`.
+def equate_choice(op: PlacedOperation) -> None:
+    """Give all tensors of a `where` or `masked_fill`, the result too, one scale exponent.
 
-    A choice of finite numbers other than 0 fixes them at 0.
+    A choice of finite numbers other than 0 fixes it at 0.
     """
     names = ("self", "other", "value", "src", "source")
     numbers = [op.given[x] for x in names if isinstance(op.given.get(x), (int, float))]
@@ -318,8 +362,8 @@ def align_choice(op: PlacedOperation) -> None:
         op.pin()
 
 
-def align_comparison(op: PlacedOperation) -> None:
-    """Equate the exponents of both sides of a comparison; with a number other than 0, fix them at 0."""
+def equate_comparison(op: PlacedOperation) -> None:
+    """Give both sides of a comparison one scale exponent; if a number other than 0 is compared, it is 0."""
     other = op.given.get("other")
     if isinstance(other, Node):
         op.system.equate(*(op.of(x) for x in (op.given["self"], other)))
@@ -327,8 +371,9 @@ def align_comparison(op: PlacedOperation) -> None:
         op.pin()
 
 
-def clamp(op: PlacedOperation) -> None:
-    """Equate the exponents around a clamp whose limits are 0 or can be scaled; else fix them at 0.
+def equate_clamp(op: PlacedOperation) -> None:
+    """Give a clamp's input and result one scale exponent if the limits are 0 or can be scaled; else fix
+    it at 0.
 
     A clamp at fp16's maximum that doesn't belong to the model has no effect, and counts as a copy.
     """
@@ -339,21 +384,23 @@ def clamp(op: PlacedOperation) -> None:
     elif all(bound is None or (not isinstance(bound, Node) and bound == 0) for bound in bounds):
         _equate_with(op, source)
     elif bounds[1] is None and isinstance(bounds[0], int | float) and bounds[0] > 0:
-        _clamp_below(op, source, bounds[0])
+        _equate_lower_clamp(op, source, bounds[0])
     else:
         op.pin()
 
 
-def clamp_infinities(op: PlacedOperation) -> None:
-    """Treat `nan_to_num` at fp16's maximum as a clamp; with other numbers fix its exponents at 0."""
+def equate_infinity_clamp(op: PlacedOperation) -> None:
+    """State the rule of a `nan_to_num` at fp16's maximum, as of a clamp; with other numbers fix its
+    exponents at 0.
+    """
     if is_range_clamp(op.node):
-        clamp(op)
+        equate_clamp(op)
     else:
         op.pin()
 
 
-def _clamp_below(op: PlacedOperation, source: Node, bound: float) -> None:
-    """Equate the exponents of both operands of `max(norm, eps)`; fix the norm's at 0 if eps can't scale."""
+def _equate_lower_clamp(op: PlacedOperation, source: Node, bound: float) -> None:
+    """Give `max(x, bound)`, `x` and the bound one scale exponent; it is 0 if the bound can't be scaled."""
     if not is_float(op.node) or (eps := op.around.clamp_unknown(op.node, bound)) is None:
         op.pin()
     else:
@@ -364,8 +411,10 @@ def _equate_with(op: PlacedOperation, source: Node) -> None:
     op.system.equate(op.out, op.of(source))
 
 
-def pad(op: PlacedOperation) -> None:
-    """Equate the exponents before and after padding with zeros or with the edge; else fix them at 0."""
+def equate_padding(op: PlacedOperation) -> None:
+    """Give a tensor one scale exponent before and after padding with zeros or from the tensor; else fix
+    it at 0.
+    """
     own_edge = op.given.get("mode", "constant") != "constant"
     if own_edge or not op.given.get("value"):
         _equate_with(op, op.given["self"])
@@ -373,23 +422,28 @@ def pad(op: PlacedOperation) -> None:
         op.pin()
 
 
-def pad_all(op: PlacedOperation) -> None:
-    """Equate the exponents of sequences that are zero-padded to one length; else fix them at 0."""
+def equate_padded_sequences(op: PlacedOperation) -> None:
+    """Give the sequences of a `pad_sequence` and its result one scale exponent; fix it at 0 unless
+    zeros are padded.
+    """
     if op.given.get("padding_value"):
         op.pin()
     else:
-        keep_all(op)
+        equate_all(op)
 
 
-def fill(op: PlacedOperation) -> None:
-    """Fix the exponent of a filled tensor at 0, unless the value is 0; then it is free."""
+def pin_filled(op: PlacedOperation) -> None:
+    """Fix the scale exponent of a tensor filled with one value at 0; zeros may have any exponent."""
     value = op.given.get("value", op.given.get("fill_value"))
     if is_float(op.node) and (isinstance(value, Node) or value != 0):
         op.system.pin(op.out)
 
 
-def pick(op: PlacedOperation) -> None:
-    """State the equations of one result, picked by `getitem`, of an operation with several results."""
+def relate_picked(op: PlacedOperation) -> None:
+    """State the equations of one result, picked by `getitem`, of an operation with several results.
+
+    Examples are split, `var_mean` and QR decompositions.
+    """
     parent = op.node.args[0]
     assert isinstance(parent, Node)
     sources = [x for x in parent.all_input_nodes if is_float(x)]
@@ -416,15 +470,15 @@ def pick(op: PlacedOperation) -> None:
         op.system.pin(op.out, *(op.of(x) for x in sources))
 
 
-def pin(op: PlacedOperation) -> None:
-    """Fix the exponents of inputs and result at 0, as the operation is only right on unscaled values."""
+def pin_operation(op: PlacedOperation) -> None:
+    """Fix the scale exponents of inputs and result at 0: the operation is only right on unscaled values."""
     op.pin()
 
 
-def extremum(op: PlacedOperation) -> None:
-    """Equate the exponents of `max(x)` and `x`, or of `max(x, other)` and both operands."""
+def equate_extremum(op: PlacedOperation) -> None:
+    """Give `max(x)` and `x`, or `max(x, other)` and both operands, one scale exponent."""
     if is_float(op.node):
-        keep_all(op)
+        equate_all(op)
 
 
 def _dtype(node: Node) -> torch.dtype | None:
@@ -433,78 +487,84 @@ def _dtype(node: Node) -> torch.dtype | None:
 
 
 RULES: dict[str, Rule] = {
-    "same": keep_first,
-    "alike": keep_all,
-    "length": length,
-    "parts": parts,
-    "scatter": scatter,
-    "free": free,
-    "source": pinned_source,
-    "pinned": pin,
-    "multiply_all": multiply_all,
-    "quotient": quotient,
-    "add": add,
-    "subtract_from": subtract_from,
-    "power": power,
-    "norm": norm,
-    "batch_norm": batch_norm,
-    "attention": attention,
-    "kernel_attention": attend_by_kernel,
-    "cast": cast,
-    "choose": align_choice,
-    "compare": align_comparison,
-    "clamp": clamp,
-    "clamp_infinities": clamp_infinities,
-    "pad": pad,
-    "pad_all": pad_all,
-    "fill": fill,
-    "pick": pick,
-    "extremum": extremum,
+    "same": equate_with_first,
+    "alike": equate_all,
+    "length": equate_vector_norm,
+    "parts": equate_single_result,
+    "scatter": equate_scatter,
+    "free": state_nothing,
+    "source": pin_created,
+    "pinned": pin_operation,
+    "multiply_all": relate_einsum,
+    "quotient": relate_quotient,
+    "add": equate_sum,
+    "subtract_from": pin_difference,
+    "power": relate_power,
+    "norm": relate_norm,
+    "batch_norm": relate_batch_norm,
+    "attention": relate_attention,
+    "kernel_attention": relate_attention_kernel,
+    "cast": equate_cast,
+    "choose": equate_choice,
+    "compare": equate_comparison,
+    "clamp": equate_clamp,
+    "clamp_infinities": equate_infinity_clamp,
+    "pad": equate_padding,
+    "pad_all": equate_padded_sequences,
+    "fill": pin_filled,
+    "pick": relate_picked,
+    "extremum": equate_extremum,
 }
 """Rules by their names in the table of operations."""
 
-_MAKERS: dict[str, Callable[..., Rule]] = {"product": product, "halves": fixed_power}
+_MAKERS: dict[str, Callable[..., Rule]] = {"product": relate_product, "halves": relate_fixed_power}
 
 
 @functools.cache
 def read_rule(cell: str) -> Rule:
-    """Return the exponent rule in a row of the table of operations: `add`, `product self vec2`."""
+    """Return the scale exponent rule named in a cell of the table of operations, such as `add` or `product
+    self vec2`.
+    """
     name, *words = cell.split()
     return _MAKERS[name](*words) if name in _MAKERS else RULES[name]
 
 
 def find_rule(node: Node) -> tuple[Rule | None, bool]:
-    """Return the rule of a node's operation, or None, and whether the operation works in place."""
+    """Return the scale exponent rule of a node's operation, None if there is none, and whether it writes in
+    place.
+    """
     if node.target is operator.getitem:
-        return pick, False
+        return relate_picked, False
     name = operation(node)
     if getattr(node.target, "_schema", None) is None:
         if is_kind(node, "attention_kernel"):
             return read_rule("kernel_attention"), False
-        return (None if is_float(node) else free), False
+        return (None if is_float(node) else state_nothing), False
     if _tells_no_value(node.target):
-        return free, False
+        return state_nothing, False
     if (found := find_operation(name)) is not None:
         return read_rule(found.exponent), name.endswith("_") and not name.startswith("__")
     if not is_float(node) and not any(is_float(x) for x in node.all_input_nodes):
-        return free, False
+        return state_nothing, False
     return None, False
 
 
 def _tells_no_value(target: Any) -> bool:
-    """Return whether an operation returns only integers that depend on no value, such as sizes."""
+    """Return whether an operation returns only integers that depend on shapes, not on values, such as
+    sizes.
+    """
     returns = target._schema.returns
     is_number = all(str(entry.type) in ("int", "bool", "List[int]") for entry in returns)
     return bool(returns) and is_number and torch.Tag.data_dependent_output not in target.tags
 
 
 def state_equations(op: PlacedOperation) -> bool:
-    """Add an operation's equations to the system; return False if it has no rule.
+    """Add an operation's equations between scale exponents to the system; return False if it has no rule.
 
     Without a rule, the exponents of its inputs and result are fixed at 0.
     """
     rule, in_place = find_rule(op.node)
-    (rule or pin)(op)
+    (rule or pin_operation)(op)
     changed = op.node.args[0] if in_place and op.node.args else None
     if is_float(changed) and is_float(op.node):
         op.system.equate(op.out, op.of(changed))

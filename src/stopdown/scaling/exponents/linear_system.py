@@ -1,6 +1,7 @@
-"""Unknown exponents and the linear equations between them.
+"""Unknown integer scale exponents, and the linear equations between them that keep a network's result
+unchanged.
 
-Every value, parameter and eps has an integer unknown: it is stored multiplied by `2**unknown`. Most
+Every activation, parameter and eps has an integer unknown: it is stored multiplied by `2**unknown`. Most
 operations only equate two unknowns, so equal ones are merged at once (union-find) and few are left for
 the solver. Unknown 0 is the constant zero: to pin an unknown is to merge it with that.
 """
@@ -32,14 +33,14 @@ class System:
         return System(dict(self.keys), [dict(row) for row in self.equations], list(self._parents))
 
     def unknown(self, key: Hashable) -> int:
-        """Return the index of the unknown for a key; add an unknown if the key is new."""
+        """Return the index of the unknown with this key; add one if the key is new."""
         if key not in self.keys:
             self.keys[key] = len(self._parents)
             self._parents.append(self.keys[key])
         return self.keys[key]
 
     def find(self, unknown: int) -> int:
-        """Return the representative of all unknowns that are merged with this one."""
+        """Return the index that represents all unknowns merged with this one."""
         root = unknown
         while self._parents[root] != root:
             root = self._parents[root]
@@ -48,7 +49,7 @@ class System:
         return root
 
     def equate(self, *unknowns: int) -> None:
-        """Merge these unknowns into one."""
+        """Merge these unknowns into one, so that they are equal in every solution."""
         roots = sorted({self.find(x) for x in unknowns})
         for root in roots[1:]:
             self._parents[root] = roots[0]
@@ -65,7 +66,10 @@ class System:
         self.equations.append(row)
 
     def reduced(self) -> list[dict[int, int]]:
-        """Return the distinct equations between representatives, without zero terms or empty ones."""
+        """Return the distinct equations in terms of representatives, without zero terms or empty equations.
+
+        Unknowns that a single equation makes equal, or 0, are merged first.
+        """
         rows: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
         while self._merge_simple():
             pass
@@ -83,7 +87,7 @@ class System:
         return {unknown: factor for unknown, factor in merged.items() if factor}
 
     def _merge_simple(self) -> bool:
-        """Merge unknowns by equations `a = 0` and `a = b`; return whether there were any."""
+        """Merge unknowns that an equation `a = 0` or `a = b` decides; return whether there were any."""
         found, rest = False, []
         for row in self.equations:
             reduced = self._reduce(row)

@@ -1,7 +1,8 @@
-"""Statement of the scaling problem of captured calls with their ranges: unknowns, equations and limits.
+"""State which powers of two could scale a module's tensors for some calls: unknowns, equations and limits.
 
-Several calls of a component (other lengths, other resolutions, encode and decode) are one problem. Each
-call has its own values; the parameters and eps are the same unknowns in all calls.
+The solver receives this and no tensor. Several calls of a module (other lengths, other resolutions, encode
+and decode) are one problem. Each call has its own activations; the parameters and eps are the same unknowns
+in all calls.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ them."""
 
 @dataclass(frozen=True)
 class MeasuredCall:
-    """One captured call with the ranges of its values.
+    """One captured call with the magnitudes of its activations and weights.
 
     Attributes:
-        blocks: values that have several exponents, and the blocks that they are split into.
-        ranges: maps each node name to the ranges of the value's blocks.
+        blocks: tensors that have several exponents, and the blocks that they are split into.
+        ranges: maps each node name to the magnitudes of the result's blocks.
         args, kwargs: arguments of the captured call, if they are needed later.
     """
 
@@ -74,15 +75,15 @@ class MeasuredCall:
 
 @dataclass(frozen=True)
 class Limit:
-    """The range of one block of a value or parameter, which must stay finite after scaling.
+    """An upper limit that one activation or parameter (or block of it) must stay below once it is scaled.
 
     Attributes:
         unknown: its unknown exponent.
         range: its measured or bounded magnitudes.
         dtype: dtype that it must fit into.
         place: `component:dotted.path (operation)`, or a parameter's name.
-        weight: 0 for a value; for a parameter the factor on the price of its fold.
-        interiors: modules that the value does not leave, outermost first. If one of these stays in
+        weight: 0 for an activation; for a parameter the factor on the price of its fold.
+        interiors: modules that the activation does not leave, outermost first. If one of these stays in
             fp32, there is no limit.
         source: number of the call, name of the node and number of the block.
     """
@@ -144,24 +145,28 @@ class Problem:
     apart: System | None = None
 
     def list_fp16_limits(self, fp32_modules: Collection[str]) -> list[Limit]:
-        """List the limits of fp16 values that are computed outside these fp32 modules."""
+        """List the limits of tensors that are in fp16 if these modules stay in fp32."""
         wide = {*fp32_modules}
         return [x for x in self.limits if x.dtype == torch.float16 and not wide & {*x.interiors}]
 
 
 def split_values(capture: Capture) -> dict[Node, Blocks]:
-    """Return the values of a capture that have several exponents, with the blocks that have them."""
+    """Map each tensor of a capture that can have several scale exponents to its blocks of channels."""
     return find_blocks(capture.graph.graph, capture.parameters)
 
 
 def list_outputs(node: Node) -> list[Any]:
-    """List the values that an output node returns, in the order of the flattened output."""
+    """List the leaves of a graph's output node (nodes, numbers or None), in the order of the flattened
+    output.
+    """
     leaves: list[Any] = pytree.tree_leaves(node.args[0])
     return leaves
 
 
 def find_wide_outputs(calls: Sequence[MeasuredCall]) -> frozenset[int]:
-    """Return the indices of fp16 outputs of `forward` that have values beyond fp16."""
+    """Return the indices of fp16 outputs of `forward` whose values exceed fp16, and so must be returned
+    in fp32.
+    """
     if any(call.capture.method for call in calls):
         return frozenset()
     return frozenset(
@@ -176,7 +181,10 @@ def find_wide_outputs(calls: Sequence[MeasuredCall]) -> frozenset[int]:
 
 
 def find_kept_clamps(capture: Capture) -> frozenset[Node]:
-    """Return the clamps at fp16's maximum that belong to the model, and aren't just overflow guards."""
+    """Return the clamps at fp16's maximum that belong to the model, so that their effect must be kept.
+
+    Others are only guards against overflow.
+    """
     return frozenset(
         node
         for node in capture.graph.graph.nodes
@@ -200,14 +208,14 @@ def state_problem(
     narrow: Collection[str] = (),
     has_free_ends: bool = False,
 ) -> Problem:
-    """State the problem of scaling a module for the given calls.
+    """State the problem of scaling a module for the given calls: unknown exponents, equations and limits.
 
     Args:
         multiplies: allow an explicit multiply at the output of each module.
         stream: residual stream in fp32 of the captured calls. At the outputs that it casts, a multiply
             is always allowed.
         wide_outputs: indices of outputs that the module may return in fp32, each with an exponent.
-        narrow: classes of modules inside which fp32 values must fit into fp16 as well.
+        narrow: classes of modules inside which fp32 activations must fit into fp16 as well.
         has_free_ends: for a single call, give each floating argument and output an exponent.
     """
     kept = [call.capture.kept_buffers for call in calls]
@@ -230,7 +238,9 @@ def state_problem(
 
 
 class Statements:
-    """Cache of stated problems: calls that differ only in their ranges get a copy with other limits."""
+    """Cache of stated problems: calls that differ only in measured magnitudes get a copy with other
+    limits.
+    """
 
     def __init__(self) -> None:
         self._made: list[tuple[Sequence[MeasuredCall], dict[str, Any], Problem]] = []
@@ -238,7 +248,7 @@ class Statements:
     def state(
         self, module: torch.nn.Module, calls: Sequence[MeasuredCall], **options: Any
     ) -> Problem:
-        """Build a problem with `state_problem`, or copy a cached one and set these calls' ranges."""
+        """Return the result of `state_problem`, or a copy of a cached one with these calls' magnitudes."""
         known = (x for x in self._made if x[1] == options and _are_stated_alike(x[0], calls))
         if (found := next(known, None)) is None:
             found = calls, options, state_problem(module, calls, **options)
@@ -252,7 +262,7 @@ class Statements:
 
 
 def _are_stated_alike(calls: Sequence[MeasuredCall], others: Sequence[MeasuredCall]) -> bool:
-    """Return whether the problems of two lists of calls differ only in the sizes of their limits."""
+    """Return whether the problems of two lists of calls differ only in the magnitudes of their limits."""
     return len(calls) == len(others) and all(
         one.capture is other.capture
         and one.blocks is other.blocks
@@ -267,13 +277,19 @@ def _are_stated_alike(calls: Sequence[MeasuredCall], others: Sequence[MeasuredCa
 
 
 def _find_harmless(call: MeasuredCall) -> frozenset[Node]:
-    """Find the values that may be Inf but not NaN, and whose only readers are saturating functions."""
+    """Find the activations that may be Inf but not NaN, and that only saturating functions, such as
+    `tanh`, read.
+
+    They need no limit.
+    """
     found = find_saturating(call.capture.graph.graph, call.ranges)
     return frozenset(x for x in found if not any(p.unbounded for p in call.ranges.get(x.name, ())))
 
 
 def _free_ends(problem: Problem, call: MeasuredCall) -> None:
-    """Add unknowns for the arguments and outputs of a call, which would be pinned otherwise."""
+    """Let a call's arguments and outputs be scaled, by adding unknowns; otherwise their exponents are
+    fixed at 0.
+    """
     graph, capture = call.capture.graph.graph, call.capture
     floats = {node.name for node in graph.nodes if is_float(node)}
     for number, name in enumerate(capture.inputs):
@@ -285,7 +301,7 @@ def _free_ends(problem: Problem, call: MeasuredCall) -> None:
 
 
 def _unite_blocks(problem: Problem) -> None:
-    """Equate the exponents of a parameter's blocks unless all calls split it in the same way."""
+    """Give a parameter's blocks one scale exponent unless all calls split the parameter in the same way."""
     named: dict[str, list[str]] = {}
     for fold in problem.parameters:
         named.setdefault(split_fold_name(fold)[0], []).append(fold)
@@ -302,7 +318,7 @@ def _unite_blocks(problem: Problem) -> None:
 def _find_guests(
     module: torch.nn.Module, calls: Sequence[MeasuredCall]
 ) -> dict[str, frozenset[str]]:
-    """Map each module to the parameters of modules outside it that only run inside it.
+    """Map each module to parameters that only run inside it although their names are outside it.
 
     SAT's transformer calls its mixins' norms, so with the transformer in fp32 these are fp32 as well.
     """
@@ -325,7 +341,7 @@ def _find_guests(
 
 
 class CallStatement:
-    """States one call's equations and limits, and looks up unknowns for the rules."""
+    """Adds one call's equations and limits to a problem, and looks up unknown exponents for the rules."""
 
     def __init__(
         self,
@@ -362,7 +378,8 @@ class CallStatement:
         self._add_flops()
 
     def unknown(self, node: Node, block: int | None, user: Node) -> int:
-        """Return the unknown exponent of a value, or of one block of it, as its user reads it.
+        """Return the unknown scale exponent of a node's result, or of one block of it, as its user
+        reads it.
 
         Outside a module whose output is multiplied, the exponent includes that multiply.
         """
@@ -377,7 +394,9 @@ class CallStatement:
         return every[0]
 
     def eps_unknown(self, node: Node, value: float | None) -> int | None:
-        """Return the unknown exponent of an eps attribute with this value in a node's module, or None."""
+        """Return the unknown scale exponent of the eps attribute with this value in a node's module; None
+        without one.
+        """
         path = module_path(node)
         found = find_eps(self.module, path, value)
         if found is None:
@@ -387,7 +406,8 @@ class CallStatement:
         return unknown
 
     def clamp_unknown(self, node: Node, value: float) -> int | None:
-        """Return the unknown exponent of a lower limit in a node's code; None if it can't be scaled.
+        """Return the unknown scale exponent of a lower limit in a node's code; None if the limit can't
+        be scaled.
 
         A number in code is scaled during calls of its module. One that depends on the dtype differs in
         fp32, and a method's own code isn't a module call.
@@ -406,11 +426,13 @@ class CallStatement:
         return unknown
 
     def keeps_clamp(self, node: Node) -> bool:
-        """Return whether a clamp at fp16's maximum belongs to the model and isn't an overflow guard."""
+        """Return whether a clamp at fp16's maximum belongs to the model, so that its effect must be
+        kept.
+        """
         return _is_kept(node, self.call.capture)
 
     def keep_from_zero(self, node: Node) -> None:
-        """Keep the 16-bit argument of a root or reciprocal from underflowing to 0, which would return Inf.
+        """Limit how far the fp16 argument of a root or reciprocal is scaled down, since 0 would give Inf.
 
         In a row of zeros, an RMS norm's argument is its eps alone. If the residual stream is scaled
         down, fp16 may not represent it.
@@ -492,19 +514,25 @@ class CallStatement:
         return None
 
     def _find_split(self, node: Node) -> Blocks | None:
-        """Return the blocks that have equations of their own: the result's or the weight columns'."""
+        """Return the blocks for which an operation's equations are stated one by one: the result's or
+        the weight columns'.
+
+        Return None if a single exponent holds for both.
+        """
         weight = arguments(node).get("weight")
         columns = self._find_columns(weight) if isinstance(weight, Node) else None
         return self.call.blocks.get(node, columns)
 
     def _find_columns(self, weight: Node) -> Blocks | None:
-        """Return the column blocks of a matrix that have separate exponents; None if there are none."""
+        """Return the blocks of a weight's columns with separate scale exponents; None if all have one."""
         split = self.call.blocks.get(weight)
         is_read_so = all(is_kind(user, "linear", "convolution") for user in weight.users)
         return split if split is not None and split.dim == 1 and is_read_so else None
 
     def _note_layer(self, stated: PlacedOperation) -> None:
-        """Record the unknown exponents of the input and output of a product with a parameter."""
+        """Record the unknown scale exponents of a linear's or convolution's input and output, for adapters
+        that join later.
+        """
         node, weight = stated.node, stated.given.get("weight")
         if not is_kind(node, *PRODUCTS) or not isinstance(weight, Node):
             return
@@ -518,7 +546,7 @@ class CallStatement:
         self.problem.layers.setdefault(path, []).append(ends)
 
     def _state_part(self, node: Node) -> None:
-        """Equate the exponents of a part, such as a slice, with those of the blocks that it covers."""
+        """Give a part of a tensor, such as a slice, the scale exponents of the blocks that it covers."""
         if not is_float(node):
             return None
         source, place, dim = find_part(node)
@@ -527,18 +555,19 @@ class CallStatement:
         return self._tie(node, source, place, dim, node)
 
     def _state_joint(self, node: Node) -> None:
-        """Equate the exponents of concatenated values with those of the blocks that they fill."""
+        """Give concatenated tensors the scale exponents of the blocks that they fill in the result."""
         dim, places = list_joined(node)
         for part, place in places:
             if is_float(part):
                 self._tie(part, node, place, dim, node)
 
     def _tie(self, part: Node, whole: Node, place: tuple[int, int], dim: int, user: Node) -> None:
-        """Equate the exponents of a part's blocks with those of the whole's blocks at the same place.
+        """Equate the scale exponents of a part's blocks with those of the whole tensor's blocks at the same
+        place.
 
         Args:
             place: first index and end of the part along dimension `dim` of the whole.
-            user: node that reads the values, which may be inside or outside a multiplied module.
+            user: node that reads the tensors, which may be inside or outside a multiplied module.
         """
         split, inner = self.call.blocks.get(whole), self.call.blocks.get(part)
         if split is None or split.dim != dim:
@@ -564,7 +593,9 @@ class CallStatement:
                 self._state_limit(node, block, part, interiors)
 
     def _find_interiors(self, node: Node) -> tuple[str, ...]:
-        """List the modules in which a value is fp32 if they stay in fp32; for a parameter, its owners."""
+        """List the modules that, kept in fp32, would put a node's result into fp32; for a parameter,
+        its owners.
+        """
         name = self.call.capture.parameters.get(node.name)
         if name is None:
             return find_interiors(node)
@@ -597,7 +628,7 @@ class CallStatement:
         return node.name in self.call.capture.parameters
 
     def _clamped(self) -> frozenset[Node]:
-        """Find the clamps that belong to the model, and their inputs, which may overflow."""
+        """Find the clamps that belong to the model, and their inputs, whose overflow the clamp catches."""
         kept = find_kept_clamps(self.call.capture)
         return kept.union(x for node in kept for x in node.all_input_nodes)
 
@@ -625,10 +656,10 @@ def _is_narrowing(node: Node) -> bool:
 
 
 def find_eps(module: torch.nn.Module, path: str, value: float | None) -> tuple[str, str] | None:
-    """Return (module path, attribute) of a module's eps with this value; None if it has none.
+    """Return (module path, attribute) of the eps with this value in a module, so that it can be scaled.
 
-    Return None also if the module's `forward` contains the same number as a literal: either could be
-    meant.
+    Return None without one, and also if the module's `forward` contains the same number as a literal:
+    either could be meant.
     """
     try:
         owner = module.get_submodule(path)
@@ -644,7 +675,9 @@ def find_eps(module: torch.nn.Module, path: str, value: float | None) -> tuple[s
 
 
 def list_running(node: Node) -> tuple[str, ...]:
-    """List the paths of the modules that were running when a value was computed, outermost first."""
+    """List the paths of the modules whose `forward` was running when a node was computed, outermost
+    first.
+    """
     known: tuple[str, ...] | None = node.meta.get(_PATHS)
     if known is None:
         stack = node.meta.get("nn_module_stack") or {}
@@ -655,7 +688,10 @@ def list_running(node: Node) -> tuple[str, ...]:
 
 
 def find_interiors(node: Node) -> tuple[str, ...]:
-    """List the modules inside which a value is both computed and used, outermost first."""
+    """List the modules inside which a node's result is both computed and used, outermost first.
+
+    If one of them is in fp32, so is the result.
+    """
     if any(user.op == "output" for user in node.users) or node.op == "placeholder":
         return ()
     inside = list_running(node)
@@ -667,7 +703,9 @@ def find_interiors(node: Node) -> tuple[str, ...]:
 
 
 def find_exits(call: MeasuredCall) -> dict[Node, str]:
-    """Map each value that is the only tensor a module returns, in all its calls, to the module's path."""
+    """Find where a module's output can be multiplied: map the only tensor that it returns, in all
+    calls, to its path.
+    """
     leaving: dict[tuple[str, str], list[Node]] = {}
     for node in call.capture.graph.graph.nodes:
         path = module_path(node)
@@ -684,7 +722,9 @@ def find_exits(call: MeasuredCall) -> dict[Node, str]:
 
 
 def _runs_in(node: Node, path: str) -> bool:
-    """Return whether a value is computed during a call of the module, also by other modules in it."""
+    """Return whether a node is computed while a module's `forward` runs, also by other modules called
+    there.
+    """
     return path in list_running(node) or is_inside(module_path(node), path)
 
 

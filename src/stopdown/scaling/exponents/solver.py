@@ -1,9 +1,10 @@
-"""Solver for the cheapest exponents that keep all values in range: a small mixed-integer program for HiGHS.
+"""Solve for the cheapest powers of two that keep all tensors in range: a small mixed-integer program
+for HiGHS.
 
 Hard limits keep every 16-bit value finite. Prices decide the rest. A fold has a small price for each
 bit, a larger one beyond 3 bits, and a much larger one beyond 6, so that a large exponent is spread over
 all parameters that can share it. A typical size below 2^-11, where fp16 begins to lose bits, costs more
-than any fold, for weights and values alike. Explicit multiplies are tried if folding alone fails, and
+than any fold, for weights and activations alike. Explicit multiplies are tried if folding alone fails, and
 modules in fp32, priced by their share of the FLOPs, if multiplies fail too.
 """
 
@@ -73,11 +74,11 @@ multiplies."""
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices in the solver's objective; only their ratios matter.
+    """Prices of scale exponents and fp32 modules in the solver's objective; only their ratios matter.
 
     Attributes:
         fold, fold_beyond_3, fold_beyond_6: each bit of a fold, beyond 0, 3 and 6 bits; they add up.
-        top: each bit by which a value's headroom is below `FREE_BITS`.
+        top: each bit by which an activation's or weight's headroom is below `FREE_BITS`.
         low, lowest: each bit by which a typical size is below `LOW_BITS` or `LOWEST_BITS`.
         multiply: each explicit multiply.
         fp32_module: each module kept in fp32.
@@ -97,7 +98,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class Solution:
-    """Exponents that solve a problem.
+    """Scale exponents that satisfy a problem's equations and limits.
 
     Attributes:
         exponents: maps each representative of an unknown to its exponent.
@@ -111,7 +112,10 @@ class Solution:
 
 
 def is_hopeless(problem: Problem, *, fp32_modules: bool) -> bool:
-    """Return whether no exponents, integer or not, keep all values in range with `HARDLY_BITS` of headroom.
+    """Return whether the problem has no solution even with minimal headroom, so that a full search is
+    in vain.
+
+    Fractional exponents are allowed, and headroom is `HARDLY_BITS`.
 
     Args:
         fp32_modules: allow modules to stay in fp32.
@@ -123,9 +127,12 @@ def is_hopeless(problem: Problem, *, fp32_modules: bool) -> bool:
 
 
 def needs_whole(problem: Problem, *, hard_top_bits: float) -> bool:
-    """Return whether the cheapest set of modules to keep in fp32 is the whole component.
+    """Return whether the whole module must stay in fp32, or is cheaper there than any set of submodules.
 
-    It is then the cheapest with all other prices too, as none of these depends on what is kept in fp32.
+    That is then the cheapest with all other prices too, as none of these depends on what is kept in fp32.
+
+    Args:
+        hard_top_bits: headroom in bits that every 16-bit value must keep.
 
     Cost: a program with the prices of these modules alone. Kandinsky 3's UNet takes 0.2 s, and 6 to 18
     s with all prices, although nothing needs an exponent there.
@@ -136,7 +143,7 @@ def needs_whole(problem: Problem, *, hard_top_bits: float) -> bool:
 
 
 def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool) -> Solution | None:
-    """Find exponents that keep all values in range at the lowest price; return None if none are found.
+    """Find the cheapest scale exponents that keep all tensors in range; return None if none are found.
 
     Prices are those of folds, multiplies, modules in fp32, little headroom and small typical sizes.
 
@@ -159,10 +166,16 @@ def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool)
 def _state_program(
     problem: Problem, hard_top_bits: float, fp32_modules: bool
 ) -> tuple[_Program, list[int], dict[str, int]]:
-    """Make a program with the constraints on exponents and the prices of fp32 modules, but no others.
+    """Make a mixed-integer program with the constraints on scale exponents and the prices of fp32
+    modules alone.
 
-    Return also the representatives of its unknowns, and the column of each module that may stay in
-    fp32.
+    Args:
+        hard_top_bits: headroom in bits that every 16-bit value must keep.
+        fp32_modules: allow modules to stay in fp32.
+
+    Returns:
+        The program, the representatives of its unknowns, and the column of each module that may stay in
+        fp32.
     """
     program = _Program()
     representatives = _add_unknowns(program, problem)
@@ -177,7 +190,9 @@ def _state_program(
 
 
 def explain_failure(problem: Problem) -> ScalingError:
-    """Return the error for an unsolvable problem, which names large values that nothing can scale."""
+    """Return the error to raise for an unsolvable problem; it names large activations that nothing can
+    scale.
+    """
     fixed = [x for x in problem.limits if problem.system.find(x.unknown) == ZERO]
     too_large = [x for x in fixed if x.range.amax > _largest(x.dtype)]
     worst = sorted(too_large, key=lambda x: -x.range.amax)[:3]
@@ -201,7 +216,7 @@ class _Program:
     rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
 
     def add(self, low: float, high: float, *, cost: float = 0.0, whole: bool = False) -> int:
-        """Add a column and return its index."""
+        """Add a variable with limits and a price, an integer one if `whole`; return its index."""
         self.costs.append(cost)
         self.lows.append(low)
         self.highs.append(high)
@@ -209,7 +224,7 @@ class _Program:
         return len(self.costs) - 1
 
     def column(self, root: int) -> int:
-        """Return the column of an unknown's representative; column 0 is the constant zero."""
+        """Return the column (variable) of an unknown's representative; column 0 is the constant zero."""
         return self.columns[root]
 
     def demand(
@@ -220,11 +235,11 @@ class _Program:
         high: float = math.inf,
         extra: Mapping[int, float] | None = None,
     ) -> None:
-        """Add the row `low <= sum(factor * variable) <= high`.
+        """Add the constraint `low <= sum(factor * variable) <= high`.
 
         Args:
             terms: maps each representative of an unknown to its factor.
-            extra: further columns to their factors.
+            extra: maps further columns to their factors.
         """
         row = {self.columns[root]: factor for root, factor in terms.items()}
         for column, factor in (extra or {}).items():
@@ -235,7 +250,7 @@ class _Program:
         """Return the values of all columns and the cost; None if no solution was found within the limits.
 
         Args:
-            search: key of `MOST_NODES`.
+            search: key of `MOST_NODES`, which limits the branches that are searched.
         """
         options = {"time_limit": LONGEST_S, "node_limit": MOST_NODES[search]}
         result = milp(
@@ -248,7 +263,7 @@ class _Program:
         return (result.x, float(result.fun)) if result.x is not None else None
 
     def is_infeasible(self) -> bool:
-        """Return whether no values, integer or not, satisfy all rows."""
+        """Return whether no values satisfy all constraints, even without integrality."""
         nothing = np.zeros(len(self.costs))
         bounds = Bounds(self.lows, self.highs)
         result = milp(nothing, bounds=bounds, constraints=self._list_limits())
@@ -275,7 +290,9 @@ def _add_unknowns(program: _Program, problem: Problem) -> list[int]:
 
 
 def _add_fp32_modules(program: _Program, problem: Problem) -> dict[str, int]:
-    """Add a 0/1 variable with a price for each module that could stay in fp32; return them by path."""
+    """Add a 0/1 variable with a price for each module that could stay in fp32; map paths to their
+    columns.
+    """
     prices = Prices()
     paths = {path for limit in problem.limits for path in limit.interiors}
     return {
@@ -292,10 +309,14 @@ def _add_fp32_modules(program: _Program, problem: Problem) -> dict[str, int]:
 def _add_limits(
     program: _Program, problem: Problem, hard_top_bits: float, lifts: Mapping[str, int]
 ) -> None:
-    """Add the constraints that `log2(amax) + exponent` stays below each dtype's maximum and headroom.
+    """Add the constraints that `log2(amax) + scale exponent` stays below each dtype's maximum and headroom.
 
-    Values share a row if they share an exponent, a dtype and the modules whose move to fp32 lifts the
-    constraint. The largest of them decides; of values that aren't in 16 bits the smallest must not vanish.
+    Tensors share a row if they share an exponent, a dtype and the modules whose move to fp32 lifts the
+    constraint. The largest of them decides; of tensors that aren't in 16 bits the smallest must not vanish.
+
+    Args:
+        hard_top_bits: headroom in bits that every 16-bit value must keep.
+        lifts: maps modules that may stay in fp32 to their columns.
     """
     largest: dict[tuple[int, torch.dtype, tuple[str, ...]], float] = {}
     least: dict[int, float] = {}
@@ -320,14 +341,17 @@ def _add_limits(
 
 
 def _count_copies(problem: Problem, unknowns: Iterable[int]) -> Counter[int]:
-    """Count, for each representative, the distinct unknowns that `merge_alike` merged into it."""
+    """Count, for each representative, the unknowns of similar modules that `merge_alike` merged into it.
+
+    A merged unknown is priced as often.
+    """
     apart = problem.apart or problem.system
     pairs = {(problem.system.find(x), apart.find(x)) for x in unknowns}
     return Counter(root for root, _ in pairs)
 
 
 def _price_folds(program: _Program, problem: Problem) -> None:
-    """Add a price for each bit of a fold, a higher one beyond 3 and 6 bits, and for each multiply."""
+    """Add prices for folds, by bit and higher beyond 3 and 6 bits, and for each explicit multiply."""
     prices, weights = Prices(), dict[int, float]()
     for limit in problem.limits:
         root = problem.system.find(limit.unknown)
@@ -366,7 +390,9 @@ def _price_beyond(program: _Program, root: int, low: float, high: float, price: 
 
 
 def _price_sizes(program: _Program, problem: Problem) -> None:
-    """Add prices for 16-bit values with little headroom, and for typical sizes too small for fp16."""
+    """Add prices for 16-bit tensors with little headroom, and for those whose typical size is too small
+    for fp16.
+    """
     prices, tops, lows = Prices(), dict[int, float](), dict[int, float]()
     for limit in problem.limits:
         root = problem.system.find(limit.unknown)
@@ -386,7 +412,9 @@ def _price_sizes(program: _Program, problem: Problem) -> None:
 
 
 def _round_size(size: float) -> float:
-    """Return the log2 of a size on a grid that is coarser than rounding errors of sums."""
+    """Return the log2 of a magnitude, rounded so that rounding errors of sums can't change the solver's
+    choice.
+    """
     return round(SIZE_STEPS * log2_of(size)) / SIZE_STEPS
 
 

@@ -1,4 +1,5 @@
-"""Merging of the unknowns of repeated modules, which makes the search for multiplies fast.
+"""Shrink the solver's problem by giving similar modules, such as a transformer's blocks, the same
+exponents.
 
 The search decides for each module whether its output is multiplied. With hundreds of independent
 modules it takes minutes. But blocks of one list whose parameters have the same shapes usually need the
@@ -19,9 +20,9 @@ from stopdown.scaling.exponents.problem import Problem
 
 
 def name_likenesses(module: torch.nn.Module) -> dict[str, str]:
-    """Map each module's path to that of the first module like it: `blocks.7.attn` to `blocks.0.attn`.
+    """Map each module's path to that of the first similar module: `blocks.7.attn` to `blocks.0.attn`.
 
-    Modules are alike if they are members of one list (children with numbers for names) and have the
+    Modules are similar if they are members of one list (children with numbers for names) and have the
     same class and parameter shapes.
     """
     names = {"": ""}
@@ -34,10 +35,11 @@ def name_likenesses(module: torch.nn.Module) -> dict[str, str]:
 
 
 def merge_alike(problem: Problem, names: Mapping[str, str]) -> Problem:
-    """Return the problem with one unknown for all modules that are alike; each of them still has its price.
+    """Return the problem with one unknown for the same parameter of all similar modules; prices count
+    each of them.
 
     Args:
-        names: path of each module to that of the first one like it (`name_likenesses`).
+        names: path of each module to that of the first similar one (`name_likenesses`).
     """
     system = problem.system.copy()
     groups: dict[Hashable, list[int]] = {}
@@ -54,7 +56,9 @@ def merge_alike(problem: Problem, names: Mapping[str, str]) -> Problem:
 
 
 def tie_columns(problem: Problem) -> Problem | None:
-    """Return the problem with one exponent for all columns of a weight; None if it already has that."""
+    """Return the problem with one scale exponent for all columns of each weight; None if it already has
+    that.
+    """
     groups: dict[str, list[int]] = {}
     for name, unknown in problem.parameters.items():
         bare, place = split_fold_name(name)
@@ -69,7 +73,7 @@ def tie_columns(problem: Problem) -> Problem | None:
 
 
 def keep_multiplies(problem: Problem, kept: frozenset[str]) -> Problem:
-    """Return the problem with explicit multiplies only at the outputs of these modules."""
+    """Return the problem with explicit multiplies allowed only at the outputs of these modules."""
     system = problem.system.copy()
     left = {path: unknown for path, unknown in problem.multiplies.items() if path in kept}
     system.pin(*(problem.multiplies[path] for path in problem.multiplies if path not in left))
@@ -77,7 +81,7 @@ def keep_multiplies(problem: Problem, kept: frozenset[str]) -> Problem:
 
 
 def find_used(problem: Problem, exponents: Mapping[int, int]) -> frozenset[str]:
-    """Return the modules whose outputs a solution multiplies by another number than 1.
+    """Return the paths of the modules whose outputs a solution multiplies by another number than 1.
 
     Args:
         exponents: the solution, by representative of an unknown.

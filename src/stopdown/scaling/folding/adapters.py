@@ -1,10 +1,10 @@
-"""Adapters on a module with folded exponents: they are scaled like the weights that they are added to.
+"""Scale LoRAs and other adapters of a module by the powers of two that are folded into its weights.
 
-A layer that PEFT wraps while exponents are folded in is noticed when it is assigned. From then on its
-adapters are scaled before each call of the layer, and before anything is merged into its weight or
-unmerged; saving and loading see them unscaled. So a LoRA may be loaded, fused, weighted, switched and
-deleted in any order, by Diffusers, Transformers or PEFT. In fp32 every bit is that of the same steps on
-the original.
+Otherwise an adapter would be added to a weight of another scale. A layer that PEFT wraps while
+exponents are folded in is noticed when it is assigned. From then on its adapters are scaled before each
+call of the layer, and before anything is merged into its weight or unmerged; saving and loading see
+them unscaled. So a LoRA may be loaded, fused, weighted, switched and deleted in any order, by
+Diffusers, Transformers or PEFT. In fp32 every bit is that of the same steps on the original.
 
 A weight `W` is stored as `2**k W`, each block of its rows with a `k` of its own; blocks of its columns
 may have further exponents:
@@ -16,6 +16,7 @@ The strength, alpha and rank are further factors and don't change.
 
 **Catches** LoRA and DoRA of linears, convolutions and embeddings, with biases, several at once; any
 other kind (LoHa, LoKr, GLoRA, OFT…) is refused, by name, when the layer is called.
+
 **Does not catch** adapters that aren't wrapped layers (IP-Adapter), values written into a parameter's
 `.data` other than by `load_lora_adapter(hotswap=True)`, and the eps that ComfyUI adds to a DoRA's norm.
 """
@@ -65,12 +66,15 @@ _ROLES_WITH_RULES = re.compile(r"lora_(A|B|B\.bias|mid|embedding_[AB])|magnitude
 
 
 class AdapterFolds(SameInCopies):
-    """Scales the adapters of one module with the exponents of the weights that they are added to."""
+    """Keeps the adapters of one module scaled by the powers of two of the weights that they are added
+    to.
+    """
 
     def __init__(
         self, module: torch.nn.Module, scaling: Scaling, exponents: Mapping[str, Folds]
     ) -> None:
-        """Record the module's layers; adapters whose names are in the scaling are not scaled again.
+        """Record the module's layers; adapters that the scaling itself has exponents for are not scaled
+        again.
 
         Args:
             exponents: maps the name of a parameter, or any alias of it, to its folds.
@@ -102,7 +106,9 @@ class AdapterFolds(SameInCopies):
             patches.set_attribute(self.module, load.__name__, self._releasing(load))
 
     def _see(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
-        """Scale the adapters of a module that was just assigned, if it wraps a layer of this module."""
+        """Start to scale a module's adapters, if it was just assigned and wraps a layer of the scaled
+        module.
+        """
         if not is_adapter_layer(child) or _find_followed(child) is not None:
             return
         layer: Any = child
@@ -135,7 +141,9 @@ Collection can happen while PyTorch iterates over the hooks, which then must not
 
 
 def _see_weakly(see: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
-    """Make a registration hook for all modules that doesn't keep its owner alive."""
+    """Make a global module-registration hook from a bound method, without keeping the method's owner
+    alive.
+    """
 
     def call(parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
         found = see()
@@ -146,7 +154,10 @@ def _see_weakly(see: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., N
 
 
 class _FollowedLayer(SameInCopies):
-    """Scales the adapters of one layer. Only the layer's hooks refer to it, so both are freed together."""
+    """Hooks on one PEFT layer that scale its adapters before calls and merges, and unscale them for saving.
+
+    Only the layer's hooks refer to this object, so both are freed together.
+    """
 
     def __init__(self, layer: Any, folds: AdapterFolds) -> None:
         self._layer, self._folds = weakref.ref(layer), folds
@@ -185,7 +196,7 @@ class _FollowedLayer(SameInCopies):
             self.release()
 
     def follow(self, *, is_merging: bool = False) -> None:
-        """Scale the layer's adapters with the exponents of its weight, unless they are already scaled.
+        """Scale the layer's adapters by the powers of two of its weight, unless they are already scaled.
 
         Args:
             is_merging: whether they are about to be merged into the weight, which the multiply of the
@@ -208,7 +219,17 @@ class _FollowedLayer(SameInCopies):
             self._done[name] = state, list(parts.values()), patches
 
     def _fold(self, name: str, parts: Mapping[str, torch.Tensor], is_merged: bool) -> Patches:
-        """Multiply an adapter by its layer's folded powers of two; undo the patches to restore it."""
+        """Multiply an adapter's tensors by its layer's powers of two; undoing the returned patches
+        restores them.
+
+        Args:
+            name: name of the adapter.
+            parts: its tensors in this layer, by role.
+            is_merged: whether they belong to a merge into the weight.
+
+        Raises:
+            ScalingError: if there is no rule for this kind of adapter.
+        """
         layer: Any = self._layer()
         base, folds, patches = layer.get_base_layer(), self._folds, Patches()
         path = unwrap_name(folds.paths[base])
@@ -250,13 +271,21 @@ class _FollowedLayer(SameInCopies):
 
 
 def _find_followed(layer: Any) -> _FollowedLayer | None:
-    """Return the scaler of a layer's adapters, or of the layer that it was copied from, else None."""
+    """Return the object that scales a layer's adapters, also if the layer is a copy; None if there is
+    none.
+    """
     owners = (getattr(hook, "__self__", None) for hook in layer._forward_pre_hooks.values())
     return next((owner for owner in owners if isinstance(owner, _FollowedLayer)), None)
 
 
 def refuse_gradient(tensor: torch.Tensor, what: str, patches: Patches) -> None:
-    """Raise an error in a backward pass that reaches a scaled tensor, until `patches` is undone."""
+    """Raise an error if a backward pass reaches a scaled tensor, until `patches` is undone.
+
+    Its gradient would be that of another weight.
+
+    Args:
+        what: the tensor in words, for the error.
+    """
 
     def refuse(gradient: torch.Tensor) -> None:
         raise ScalingError(
@@ -271,7 +300,14 @@ def refuse_gradient(tensor: torch.Tensor, what: str, patches: Patches) -> None:
 
 
 def _read_rows(folds: AdapterFolds, base: Any, name: str, factor: int) -> torch.Tensor | None:
-    """Return the exponents of the rows of a layer's weight or bias, `[out]`; None without such a tensor."""
+    """Return the scale exponents of each row of a layer's weight or bias, `[out]` integers; None
+    without such a tensor.
+
+    Args:
+        base: the layer that the adapter wraps.
+        name: `"weight"` or `"bias"`.
+        factor: exponent of the multiply on the layer's output, which is added.
+    """
     tensor = getattr(base, name, None)
     if tensor is None:
         return None
@@ -281,7 +317,11 @@ def _read_rows(folds: AdapterFolds, base: Any, name: str, factor: int) -> torch.
 
 
 def _read_columns(folds: AdapterFolds, base: Any) -> torch.Tensor | None:
-    """Return the exponents of a weight's columns, `[in]`, which add to its rows'; None for a vector."""
+    """Return the scale exponents of each column of a layer's weight, `[in]` integers; None for a weight
+    without columns.
+
+    They add to those of the rows.
+    """
     found = folds.exponents.get(f"{folds.paths[base]}.weight", ())
     if base.weight.dim() < 2:
         return None
@@ -289,12 +329,21 @@ def _read_columns(folds: AdapterFolds, base: Any) -> torch.Tensor | None:
 
 
 def _read_factor(folds: AdapterFolds, base: Any) -> int:
-    """Return the exponent by which the plan multiplies a layer's output before an adapter adds to it."""
+    """Return the scale exponent of the multiply on a layer's output; 0 without one.
+
+    An adapter adds to the multiplied output, so it needs the same factor.
+    """
     return folds.scaling.multiplies.get(folds.paths[base], 0)
 
 
 def _scale_norm(layer: Any, name: str, exponents: torch.Tensor) -> None:
-    """Scale the weight norm of a merged DoRA, which PEFT caches for unmerging, as its magnitude vector."""
+    """Scale the weight norms that PEFT cached when it merged a DoRA, so that unmerging restores the
+    scaled weight.
+
+    Args:
+        name: name of the adapter.
+        exponents: those of its magnitude vector.
+    """
     kept = getattr(layer, "_caches", {}).get(f"{name}-weight_norm")
     if kept is not None:
         shape = kept.shape if exponents.numel() == kept.numel() else (1,) * kept.dim()
@@ -302,7 +351,10 @@ def _scale_norm(layer: Any, name: str, exponents: torch.Tensor) -> None:
 
 
 def _is_fresh(weight: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a DoRA is untrained: its magnitudes are the row norms of the present weight."""
+    """Return whether a DoRA is untrained, with the row norms of the present weight as magnitudes.
+
+    Its magnitudes are then those of the scaled weight already.
+    """
     if weight.is_meta or parts["lora_B"].any():
         return False
     norms = torch.linalg.vector_norm(weight.detach().float(), dim=tuple(range(1, weight.dim())))
@@ -311,7 +363,7 @@ def _is_fresh(weight: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> bool:
 
 
 def _is_wide(scaling: Scaling, path: str) -> bool:
-    """Return whether a layer stays in fp32, alone or beside an fp32 residual stream, to avoid overflow."""
+    """Return whether the scaling keeps a layer in fp32, so that its adapters must be fp32 too."""
     kept = () if scaling.stream is None else map(unwrap_name, scaling.stream.kept)
     return is_inside(path, *scaling.fp32_modules) or f"{path}.weight" in kept
 
@@ -329,9 +381,11 @@ def find_part_exponents(
     bias: torch.Tensor | None,
     columns: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return the exponents of an adapter's tensors in one layer, by role, without those that are 0.
+    """Return the scale exponents by which an adapter's tensors must be scaled in one layer, by role; zeros
+    are left out.
 
     Args:
+        parts: the adapter's tensors by role, such as `lora_A`.
         rows: exponents of the weight's rows, `[out]` integers.
         bias: exponents of the layer's bias; None if it has none.
         columns: exponents of the weight's columns, `[in]` integers, which add to those of its rows;
@@ -339,6 +393,9 @@ def find_part_exponents(
 
     Returns:
         Exponents that broadcast to the tensor of each role.
+
+    Raises:
+        ScalingError: if there is no rule for this kind of adapter.
     """
     if other := sorted(role for role in parts if not _ROLES_WITH_RULES.fullmatch(role)):
         raise ScalingError(f"it is neither a LoRA nor a DoRA, and there is no rule for {other[0]}")
@@ -365,7 +422,12 @@ def find_part_exponents(
 
 
 def _add_columns(made: dict[str, torch.Tensor], parts: Parts, columns: torch.Tensor) -> None:
-    """Add the exponents of the weight's columns to those of the adapter's tensor with the same columns."""
+    """Add the scale exponents of the weight's columns to those of `lora_A` or `diff`, which has the
+    same columns.
+
+    Args:
+        made: exponents by role, which are changed.
+    """
     if strange := sorted(parts.keys() & {"magnitude", "lora_embedding_A"}):
         raise ScalingError(
             f"columns of its weight have several exponents, and there is no rule for {strange[0]} then"
@@ -375,7 +437,10 @@ def _add_columns(made: dict[str, torch.Tensor], parts: Parts, columns: torch.Ten
 
 
 def _scale_lora(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the exponents of a LoRA: the rows' for B, except a share for A if that fits fp16 better."""
+    """Return the scale exponents of a LoRA's matrices: the rows' exponents for B, except a share for A.
+
+    A takes a share if B would otherwise be too small for fp16.
+    """
     if "lora_B" not in parts or "lora_A" not in parts:
         raise ScalingError(f"it has {', '.join(sorted(parts))} and not both matrices")
     if "magnitude" in parts and parts["magnitude"].numel() != len(rows) and not _is_uniform(rows):
@@ -386,10 +451,16 @@ def _scale_lora(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _choose_share(down: torch.Tensor, up: torch.Tensor, rows: torch.Tensor) -> int:
-    """Choose the exponent of a LoRA's matrix A; each row's exponent, less this one, goes to B.
+    """Choose the part of the scale exponents that a LoRA's matrix A takes over from B, to keep both in
+    fp16's range.
 
     It is 0 if B stays above `2**_ROOM_BITS` with the whole exponents. Otherwise A takes what B lacks, as
     long as A stays above that, or at least as large as B.
+
+    Args:
+        down: A.
+        up: B.
+        rows: exponents of the weight's rows.
     """
     if not rows.any():
         return 0
@@ -411,7 +482,12 @@ def _is_uniform(rows: torch.Tensor) -> bool:
 
 
 def _spread(tensor: torch.Tensor, rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """Reshape the exponents of rows to broadcast along a tensor's dimension, or as one number."""
+    """Reshape the scale exponents of rows to broadcast along one dimension of a tensor; equal ones
+    become one number.
+
+    Raises:
+        ScalingError: if the dimension has another size, and the exponents differ.
+    """
     if tensor.dim() and tensor.shape[dim] == len(rows):
         return rows.reshape([-1 if axis == dim else 1 for axis in range(tensor.dim())])
     if not _is_uniform(rows):
@@ -422,7 +498,9 @@ def _spread(tensor: torch.Tensor, rows: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def keep_merges(module: torch.nn.Module, patches: Patches) -> Callable[[], object]:
-    """Preserve merges of adapters made while weights are replaced, once `patches` restores the weights.
+    """Make merges of adapters survive when `patches` restores weights that were replaced before the merge.
+
+    Restoring a weight alone would lose what was merged into it meanwhile.
 
     Returns:
         A function that unmerges them. `patches` must run it first, so it is deferred last.
@@ -449,9 +527,13 @@ def keep_merges(module: torch.nn.Module, patches: Patches) -> Callable[[], objec
 
 
 def measure_growth(module: torch.nn.Module, name: str) -> tuple[float, str]:
-    """Return the most bits by which an adapter can lengthen a layer's output, and the path of that layer.
+    """Return by how many bits an adapter can lengthen a layer's output at most, and the path of that layer.
 
-    The growth of a layer is the log2 of `1 + s |B A| / |W|` in largest singular values.
+    A layer's growth is the log2 of `1 + s |B A| / |W|` in largest singular values. Headroom below that
+    is at risk.
+
+    Args:
+        name: name of the adapter.
     """
     most = (0.0, "")
     for path, layer in module.named_modules():
@@ -477,7 +559,7 @@ def _measure_layer(layer: Any, name: str) -> float:
 
 
 def list_misfitting(module: torch.nn.Module) -> dict[str, str]:
-    """Map each adapter that can't have the exponents of its weights to the reason."""
+    """Map each adapter of a scaled module that can't be scaled as its weights are to the reason."""
     found: dict[str, str] = {}
     for layer in list_adapter_layers(module):
         followed = _find_followed(layer)

@@ -1,11 +1,12 @@
-"""Check before each call that a rescaled module was cast by `cast_`, and by nothing else.
+"""Refuse calls of a rescaled module that was cast by `.half()` instead of `cast_`, as results would
+differ silently.
 
 `.half()` knows only the folds of a rescaling, and nothing of its fp32 layers, fp32 residual stream, or
-multiplies beside buffers that stay fp32. Without an error, results would differ. So hooks on the
-module, and on the parts that its methods call first, compare dtypes with those that the rescaling or
-`cast_` left.
+multiplies beside buffers that stay fp32. So hooks on the module, and on the parts that its methods call
+first, compare dtypes with those that the rescaling or `cast_` left.
 
 **Catches** `.half()`, `.to(dtype)`, a pipeline's `.to(dtype)`, and `cast_` without the rescaling.
+
 **Does not catch** a cast to fp32 or bf16, whose range needs nothing but the folds; calls of compiled
 code; a copy of the module.
 """
@@ -28,7 +29,8 @@ _WIDE = (torch.float32, torch.bfloat16, torch.float64)
 
 
 class CastCheck(SameInCopies):
-    """Forward pre-hook that refuses a module's call if its parameters have been cast to a narrow dtype.
+    """Forward pre-hook that raises an error if a module's parameters have been cast to fp16 by
+    something else.
 
     Args:
         needs: parts of the rescaling that a plain cast breaks, in words for the error.
@@ -40,7 +42,9 @@ class CastCheck(SameInCopies):
         self.accept()
 
     def accept(self) -> None:
-        """Record the parameters' current dtypes as the expected ones."""
+        """Record the parameters' current dtypes as the right ones, after a cast that knows the
+        rescaling.
+        """
         self._known = {id(part): _read_dtypes(part) for part in _find_entries(self.module)}
 
     def put_on(self, patches: Patches) -> None:
@@ -70,13 +74,13 @@ class CastCheck(SameInCopies):
 
 
 def find_check(module: torch.nn.Module) -> CastCheck | None:
-    """Return the check that is registered on a module; None if there is none."""
+    """Return the cast check that is registered on a module; None if there is none."""
     hooks = reversed(module._forward_pre_hooks.values())
     return next((x for x in hooks if isinstance(x, CastCheck) and x.module is module), None)
 
 
 def _find_entries(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield a module and its outermost submodules that can be called, which `ModuleList`s can't."""
+    """Yield a module and its outermost callable submodules, which its methods may call past `forward`."""
     yield module
     for part in module.children():
         yield from _list_called(part)
@@ -91,7 +95,9 @@ def _list_called(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _read_dtypes(module: torch.nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtype of each floating parameter and buffer that has values, by name."""
+    """Return the dtype of each floating parameter and buffer, by name; those without values are left
+    out.
+    """
     return {
         name: tensor.dtype
         for name, tensor in name_parameters(module).items()

@@ -1,4 +1,5 @@
-"""Scaling of the constants with which a module's code clamps norms from below, during its calls.
+"""Scale literal eps constants of clamps in a module's code, such as `h.norm().clamp(min=1e-6)`, during
+its calls.
 
 `functional.normalize(h)` and `h / h.norm().clamp(min=1e-6)` compare a norm with a number in the code.
 If the norm is stored times a power of two, the number must be multiplied by the same power.
@@ -28,10 +29,12 @@ _NORMALIZE = inspect.signature(functional.normalize)
 
 
 def scale_clamps(module: torch.nn.Module, factors: Mapping[float, float], patches: Patches) -> None:
-    """Multiply the constants with which a module's calls clamp from below, until `patches` is undone.
+    """Multiply the lower limits of `clamp` and `normalize` calls by given factors whenever a module's
+    `forward` runs.
 
     Args:
         factors: maps each constant in the code to its factor.
+        patches: undoing it ends this.
     """
     scaled = _ScaledClamps(factors)
 
@@ -69,7 +72,14 @@ class _ScaledClamps(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _scale(self, value: torch.Tensor, bound: Any) -> Any:
-        """Multiply a limit by its factor; in fp16 keep it above 0, as a division by it could be 0 / 0."""
+        """Multiply a clamp's lower limit by its factor; in fp16 keep it above 0, or a division could be
+        0 / 0.
+
+        Limits without a factor are returned unchanged.
+
+        Args:
+            value: tensor that is clamped.
+        """
         if not isinstance(bound, int | float) or not value.is_floating_point():
             return bound
         if bound not in self.factors:

@@ -1,4 +1,4 @@
-"""Application of a scaling to a module, and its removal: folds, eps, multiplies, casts.
+"""Put a scaling onto a module, and take it off: powers of two in weights and eps, multiplies, casts.
 
 All changes go through `Patches`, so that `undo` restores every bit, attribute and hook.
 """
@@ -47,7 +47,7 @@ from stopdown.scaling_records import ResidualStream, Scaling, Trial, describe_tr
 
 
 class Rescaling:
-    """Exponents that are folded into a module; `undo` removes them and restores every bit.
+    """Powers of two that are folded into a module's weights; `undo` removes them and restores every bit.
 
     `cast_(module, torch.float16, rescaling)` casts it to fp16. `.trial` has the error against fp32
     after that.
@@ -69,7 +69,9 @@ class Rescaling:
 
     @property
     def exponents(self) -> Mapping[str, int]:
-        """Maps parameter and buffer names to exponents; `name[0:64]` means rows, `name[:,0:64]` columns."""
+        """Maps parameter and buffer names to scale exponents; `name[0:64]` means rows, `name[:,0:64]`
+        columns.
+        """
         return self.scaling.exponents
 
     @property
@@ -109,7 +111,9 @@ class Rescaling:
         return self.scaling.trial
 
     def defer(self, patches: Patches) -> None:
-        """Undo further changes of the module, in `patches`, before the exponents are removed."""
+        """Have `undo` undo these further changes of the module first, before the scale exponents are
+        removed.
+        """
         self._patches.defer(patches.undo)
 
     def undo(self) -> None:
@@ -125,7 +129,9 @@ class Rescaling:
 
 
 def read_headroom(scaling: Scaling) -> float:
-    """Return a scaling's bits of headroom; infinite if nothing was measured.
+    """Return how many bits a scaling leaves between the largest 16-bit value and the format's maximum.
+
+    It is infinite if nothing was measured.
 
     Examples:
         >>> read_headroom(Scaling(headroom_bits=2.5)), read_headroom(Scaling())
@@ -140,9 +146,9 @@ def load_scaled(
     scaling: Scaling,
     put: Callable[[torch.Tensor, StoredWeight], None] = put_,
 ) -> Patches:
-    """Fold and cast a freshly loaded module one tensor at a time, from its stored values.
+    """Scale and cast a freshly loaded module one tensor at a time, to save memory.
 
-    The module then is as `fold_scaling` and `cast_` would leave an fp32 one. No tensor is copied to
+    The result is that of `fold_scaling` and `cast_` on an fp32 module. No tensor is copied to
     fp32 on the way, and the stored values are not kept.
 
     Args:
@@ -174,13 +180,17 @@ def load_scaled(
 
 
 def _unfold(module: torch.nn.Module, exponents: Mapping[str, int]) -> None:
-    """Cast weights to fp32, where nothing overflows, and divide out the powers of two folded into them."""
+    """Cast weights to fp32, where nothing overflows, and remove the powers of two that were folded into
+    them.
+    """
     widen_(module)
     _fold_parameters(module, {name: -x for name, x in exponents.items()}, Patches())
 
 
 def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:
-    """Fold exponents into a module in place, without a change of dtypes.
+    """Multiply a module's weights and eps by a scaling's powers of two, in place; dtypes stay.
+
+    In fp32 the module returns the same values as before, bit for bit.
 
     Raises:
         ScalingError: if the module lacks a name in the scaling. Nothing was changed.
@@ -223,10 +233,10 @@ def _fold(module: torch.nn.Module, scaling: Scaling, *, with_weights: bool = Tru
 
 
 def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
-    """Yield, as a clause each, the entries of a scaling that don't fit an unscaled module.
+    """Yield a clause for each entry of a scaling, such as a stored plan's, that doesn't fit a module.
 
-    An entry doesn't fit if the module lacks its name, if its tensor wouldn't be finite after the cast,
-    or if the cast would turn a whole matrix into zeros.
+    The module must be unscaled. An entry doesn't fit if the module lacks its name, if its tensor wouldn't
+    be finite after the cast, or if the cast would turn a whole matrix into zeros.
 
     Cost: a pass over each tensor that is folded, and a host read.
 
@@ -265,7 +275,8 @@ _MOST_ROUNDED = 2.0**-8
 
 
 def list_rounded(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
-    """Yield, as a clause each, the folded parameters of a module that fp16 rounds more than bf16 would.
+    """Yield a clause for each folded parameter that fp16 would round more coarsely than bf16, as it is
+    too small.
 
     Biases are left out: they are added to larger values, or they would have an exponent.
 
@@ -302,7 +313,10 @@ def _list_misfit(
 
 
 def _has_place(tensor: torch.Tensor, place: Place) -> bool:
-    """Return whether a floating tensor has a block; old plans give blocks of any dimension as rows."""
+    """Return whether a tensor is floating and has the rows or columns of a block.
+
+    Old plans give blocks of any dimension as rows.
+    """
     if not place:
         return tensor.is_floating_point()
     size = tensor.shape[len(place) - 1] if len(place) <= tensor.dim() else len(place) == 1
@@ -317,7 +331,9 @@ def _read_eps(owner: torch.nn.Module, name: str) -> float | None:
 
 
 def check_casts(rescaling: Rescaling) -> None:
-    """Have a rescaled module refuse calls after a cast other than by `cast_` that changes values."""
+    """Have a rescaled module refuse calls after a cast that loses parts of its rescaling, such as
+    `.half()`.
+    """
     needs = ", ".join(_list_needs(rescaling.module, rescaling.scaling))
     if needs:
         patches = Patches()
@@ -326,7 +342,9 @@ def check_casts(rescaling: Rescaling) -> None:
 
 
 def _list_needs(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
-    """Yield, in words, the parts of a scaling that a plain cast breaks."""
+    """Yield, in words, the parts of a scaling that a plain `.half()` would lose, such as `2 fp32
+    layers`.
+    """
     if count := len(scaling.fp32_modules):
         yield f"{count} fp32 layer{'s' * (count != 1)}"
     if scaling.stream is not None:
@@ -341,7 +359,13 @@ def _list_needs(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
 
 
 def require_module(given: object, function: str) -> None:
-    """Raise an error unless the argument is a module; it points to the functions for a whole pipeline."""
+    """Raise an error unless a public function was given a `torch.nn.Module`; it says what to do with a
+    pipeline.
+
+    Args:
+        given: the argument.
+        function: name of the public function.
+    """
     if not isinstance(given, torch.nn.Module):
         raise InputError(
             f"{function} was given a {type(given).__name__}, which is no module.",
@@ -358,7 +382,12 @@ def require_module(given: object, function: str) -> None:
 
 
 def read_dtype(function: str, given: object) -> torch.dtype:
-    """Return a floating-point dtype that is given as a `torch.dtype` or by name."""
+    """Return a floating-point dtype that a caller gave as a `torch.dtype` or by name; raise an error
+    for others.
+
+    Args:
+        function: name of the public function, for the error.
+    """
     if isinstance(given, str):
         return FORMATS[parse_precision(given)].torch_dtype
     if isinstance(given, torch.dtype) and given.is_floating_point:
@@ -375,7 +404,8 @@ def cast_(
     dtype: torch.dtype | str,
     rescaling_or_plan: Rescaling | Scaling | None = None,
 ) -> Patches:
-    """Cast a module in place; a rescaling's fp32 modules stay in fp32, with casts around them.
+    """Cast a module to a dtype in place; modules that its rescaling keeps in fp32 stay so, with casts
+    around them.
 
     If the rescaling has an fp32 residual stream, its casts are applied too. fp32 buffers outside the
     checkpoint (rotary frequencies, position tables) stay fp32. So do weights that the code casts at
@@ -443,7 +473,9 @@ def cast_(
 
 
 def has_more_than_folds(scaling: Scaling) -> bool:
-    """Return whether a scaling has entries, apart from eps, that can't be written into a weight file.
+    """Return whether a scaling needs hooks or casts at run time, which a weight file can't hold.
+
+    An eps doesn't count.
 
     Examples:
         >>> has_more_than_folds(Scaling(exponents={"proj.weight": -3}))
@@ -455,7 +487,7 @@ def has_more_than_folds(scaling: Scaling) -> bool:
 
 
 def keeps_fp32(scaling: Scaling) -> bool:
-    """Return whether a scaling keeps modules, outputs or the residual stream in fp32 for their range."""
+    """Return whether a scaling keeps modules, outputs or the residual stream in fp32 to avoid overflow."""
     return bool(scaling.fp32_modules or scaling.outputs or scaling.stream is not None)
 
 
@@ -495,7 +527,7 @@ def _cast_parts(
 
 
 def restrict_scaling(scaling: Scaling, path: str) -> Scaling:
-    """Return the scaling of one submodule: the entries inside it, with names relative to it."""
+    """Return the part of a scaling that concerns one submodule, with names relative to the submodule."""
 
     def keep(names: Iterable[str]) -> dict[str, str]:
         return {x: x[len(path) + 1 :] for x in names if is_inside(x, path)}
@@ -528,6 +560,7 @@ def put_stream(
     Outputs are cast to fp32 before other hooks read them. So multiplies of these are done in fp32.
 
     Args:
+        patches: undoing it removes the casts.
         wide_outputs: indices of the outputs that stay fp32, as `dtype` can't represent their values.
     """
     for path in stream.cast_output_up:
@@ -544,7 +577,8 @@ def put_stream(
 
 
 class _UnmeasuredCalls(threading.local):
-    """State of one thread's call with unmeasured outputs: its module, and the cast that was held back.
+    """State of one thread's call in which a module's cast of its outputs to fp16 is postponed
+    (`call_unmeasured`).
 
     Attributes:
         module: module that is called; None outside such a call.
@@ -561,7 +595,11 @@ _UNMEASURED = _UnmeasuredCalls()
 
 
 def call_unmeasured(module: torch.nn.Module, call: Callable[[], Any]) -> Any:
-    """Make a call whose ranges are unknown; outputs that would overflow are returned in fp32.
+    """Make a module call that no scale exponents were measured for; return outputs in fp32 if fp16 would
+    overflow.
+
+    Args:
+        call: makes the call.
 
     Cost: a host read if the module narrows its output.
     """
@@ -578,7 +616,7 @@ def call_unmeasured(module: torch.nn.Module, call: Callable[[], Any]) -> Any:
 
 
 def narrow_if_exact(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    """Cast an fp32 tensor to a dtype unless finite values would overflow; then return it unchanged.
+    """Cast an fp32 tensor to a dtype, or return it unchanged if finite values would become Inf.
 
     Cost: a host read.
     """
@@ -593,7 +631,10 @@ def narrow_if_exact(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 def _narrow_outputs(
     wide: frozenset[int], dtype: torch.dtype, module: torch.nn.Module, args: Any, output: Any
 ) -> Any:
-    """Cast the fp32 tensors of an output to `dtype`, except those whose indices are in `wide`."""
+    """Cast a module's fp32 outputs to `dtype`, except those whose indices are in `wide` (a forward hook).
+
+    In a call by `call_unmeasured`, only remember the cast.
+    """
     if not is_traced() and _UNMEASURED.module is module:
         _UNMEASURED.dtype, _UNMEASURED.wide = dtype, wide
         return output
@@ -613,7 +654,8 @@ def _narrow_tensors(
 def _narrow_what_fits(
     wide: frozenset[int], dtype: torch.dtype, module: torch.nn.Module, args: Any, output: Any
 ) -> Any:
-    """Cast the outputs of a module in fp32 to `dtype`; those that would overflow stay fp32.
+    """Cast a module's outputs to `dtype`, unless they would become Inf; then they stay fp32 (a forward
+    hook).
 
     Compiled code casts all outputs except those with indices in `wide`, as it can't inspect values.
     """
@@ -623,7 +665,7 @@ def _narrow_what_fits(
 
 
 def _leave_out(stream: ResidualStream, fp32_modules: tuple[str, ...]) -> ResidualStream:
-    """Return a residual stream without its narrowing casts inside fp32 modules, whose weights are fp32."""
+    """Return a residual stream's casts without those to fp16 at the inputs of fp32 modules."""
     return replace(stream, cast_input_down=_list_outside(stream.cast_input_down, fp32_modules))
 
 
@@ -642,7 +684,14 @@ def _fold_parameters(
 def locate_folds(
     module: torch.nn.Module, exponents: Mapping[str, int]
 ) -> list[tuple[torch.Tensor, list[tuple[Place, int]]]]:
-    """Return each tensor that gets exponents, with its blocks and their exponents."""
+    """Return each tensor of a module that gets scale exponents, with its blocks and their exponents.
+
+    Args:
+        exponents: maps names such as `proj.weight` or `proj.weight[0:64]` to exponents.
+
+    Raises:
+        ScalingError: if the module lacks a name.
+    """
     found = name_parameters(module)
     named = {unwrap_name(name): tensor for name, tensor in found.items()} | found
     located = []
@@ -686,7 +735,12 @@ def _multiply_output(
 def widen_outputs(
     exponents: Mapping[int, int], module: torch.nn.Module, args: Any, output: Any
 ) -> Any:
-    """Cast the outputs with these indices to fp32 and remove their exponents."""
+    """Cast the module outputs with these indices to fp32 and divide their powers of two out (a forward
+    hook).
+
+    Args:
+        exponents: maps the index of an output to its exponent.
+    """
     tensors = {id(x): x for x in iterate_tensors(output)}.values()
     wide = {
         id(x): x.float() * 2.0 ** -exponents[number]
@@ -699,7 +753,7 @@ def widen_outputs(
 def _hook_output(
     module: torch.nn.Module, path: str, hook: Hook, patches: Patches, *, first: bool = False
 ) -> None:
-    """Register a hook that changes the output of a submodule, or of the module itself inside other layers.
+    """Register a hook that changes the output of the submodule at a path, or of the module itself for "".
 
     Hooks that aren't Stopdown's, such as those that record hidden states, run after it.
 
@@ -735,7 +789,7 @@ def _cast(source: torch.dtype, target: torch.dtype, value: torch.Tensor) -> torc
 
 
 def _cast_mask(source: torch.dtype, target: torch.dtype, value: torch.Tensor) -> torch.Tensor:
-    """Cast an argument that may be an additive attention mask, whose fill values stay finite.
+    """Cast an argument that may be an additive attention mask so that its fill values don't become -inf.
 
     During a capture the plain cast is made, for which exponents have a rule.
     """

@@ -1,11 +1,11 @@
-"""Search for values that can have several exponents: results that are split, and concatenations.
+"""Find activations and parameters whose channel blocks can be scaled by separate powers of two.
 
 `shift, scale, gate = linear(x).chunk(3)` needs three exponents, because `1 + scale` fixes that of scale
 at 0 while the gate's is free. Such a demand starts at a chunk, split, unbind or slice. It is propagated
 backwards, through operations that preserve the dimension, to the rows of a parameter.
 `linear(cat([attention, mlp], -1))` is the mirror image: the parts of a concatenation are propagated
-forwards, to the columns of a parameter. If they don't reach parameters on all paths, the value has one
-exponent.
+forwards, to the columns of a parameter. If they don't reach parameters on all paths, the whole tensor
+has one exponent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stopdown.scaling.graph.nodes import (
 
 @dataclass(frozen=True)
 class Blocks:
-    """Consecutive blocks of a value along one dimension, each with an exponent of its own.
+    """Consecutive ranges of indices along one dimension of a tensor, each scaled by its own power of two.
 
     Attributes:
         dim: the dimension, counted from 0.
@@ -45,7 +45,7 @@ class Blocks:
         return len(self.bounds) - 1
 
     def covered(self, start: int, stop: int) -> range:
-        """Return the range of blocks that overlap the indices from `start` to `stop`."""
+        """Return the numbers of the blocks that overlap the indices from `start` up to `stop`."""
         touched = [
             i for i in range(len(self)) if self.bounds[i] < stop and start < self.bounds[i + 1]
         ]
@@ -58,7 +58,11 @@ _MOST = 65
 
 
 def find_blocks(graph: torch.fx.Graph, parameters: Mapping[str, str]) -> dict[Node, Blocks]:
-    """Map the values of a graph, parameters included, that can have several exponents to their blocks."""
+    """Map the tensors of a graph that can be scaled block by block, parameters included, to their blocks.
+
+    Args:
+        parameters: maps placeholder names to parameter names.
+    """
     wanted: dict[Node, Blocks] = {}
     for node in reversed(graph.nodes):
         if is_float(node) and (blocks := _combine(node, wanted)):
@@ -70,7 +74,14 @@ def find_blocks(graph: torch.fx.Graph, parameters: Mapping[str, str]) -> dict[No
 
 
 def _offer(node: Node, wanted: dict[Node, Blocks]) -> None:
-    """Record the parts of a concatenation as blocks, or pass a source's blocks on to result or weight."""
+    """Propagate forwards which blocks of a tensor can be scaled separately: to a node's result or its
+    weight.
+
+    They come from the parts of a concatenation, or from blocks of the node's source.
+
+    Args:
+        wanted: blocks found so far, to which those of `node` or its weight are added.
+    """
     given = arguments(node)
     source = given.get("self", given.get("input"))
     blocks: Blocks | None = None
@@ -91,9 +102,9 @@ def _offer(node: Node, wanted: dict[Node, Blocks]) -> None:
 
 
 def _read_joint(node: Node) -> Blocks | None:
-    """Return the parts of a concatenation as blocks with separate exponents, or None.
+    """Return the parts of a concatenation as blocks that can be scaled separately.
 
-    There is none with too few or too many parts, or a part of unknown size.
+    Return None with one part or over 64, or with a part of unknown size.
     """
     dim, places = list_joined(node)
     bounds = tuple(sorted({0, *(stop for _, (_, stop) in places)}))
@@ -102,7 +113,9 @@ def _read_joint(node: Node) -> Blocks | None:
 
 
 def list_joined(node: Node) -> tuple[int, list[tuple[Node, tuple[int, int]]]]:
-    """Return the dimension of a `cat`, and each input with the range of indices that it fills."""
+    """Return the dimension of a `cat` node, and each input with the index range that it fills in the
+    result.
+    """
     given = arguments(node)
     dim = int(given.get("dim", 0)) % max(len(shape_of(node)), 1)
     places, done = [], 0
@@ -115,7 +128,10 @@ def list_joined(node: Node) -> tuple[int, list[tuple[Node, tuple[int, int]]]]:
 
 
 def _find_columns(node: Node, blocks: Blocks) -> Blocks | None:
-    """Map blocks of a layer's input channels to its weight's columns; return None if they don't match."""
+    """Map blocks of a linear's or convolution's input channels to columns of its weight.
+
+    Return None for grouped convolutions and for blocks of another dimension.
+    """
     is_whole = arguments(node).get("groups", 1) == 1
     return Blocks(1, blocks.bounds) if is_whole and blocks.dim == _find_channels(node) else None
 
@@ -126,7 +142,9 @@ def _find_channels(node: Node) -> int:
 
 
 def split_bounds(node: Node) -> tuple[int, tuple[int, ...]]:
-    """Return the dimension of a chunk, split, unbind or slice, and the bounds of the parts along it."""
+    """Return the dimension of a chunk, split, unbind or slice, and the indices at which its parts begin
+    and end.
+    """
     given, shape = arguments(node), shape_of(node.args[0])
     dim = int(given.get("dim", 0)) % max(len(shape), 1)
     if is_kind(node, "slice"):
@@ -138,7 +156,14 @@ def split_bounds(node: Node) -> tuple[int, tuple[int, ...]]:
 
 
 def _combine(node: Node, wanted: Mapping[Node, Blocks]) -> Blocks | None:
-    """Return the blocks that all users of a value need; None if they disagree or one can't use several."""
+    """Return the coarsest blocks of a tensor that satisfy all of its users, or None.
+
+    None means that users disagree about the dimension, or that one needs a single scale for the whole
+    tensor.
+
+    Args:
+        wanted: blocks of the nodes after this one.
+    """
     demands = [_demand(user, node, wanted) for user in node.users]
     known = [x for x in demands if x is not None]
     if not known or len(known) != len(demands) or len({x.dim for x in known}) > 1:
@@ -168,7 +193,9 @@ def _is_plain_slice(node: Node) -> bool:
 
 
 def _list_inner(part: Node, wanted: Mapping[Node, Blocks]) -> Iterator[int]:
-    """Yield the bounds of the blocks inside a part of a value, as indices of the whole value."""
+    """Yield where separately scaled blocks inside a part of a tensor begin and end, as indices of the
+    whole tensor.
+    """
     if part in wanted and (is_kind(part, "part") or _is_plain_slice(part)):
         _, (start, _), dim = find_part(part)
         if wanted[part].dim == dim:
@@ -176,7 +203,10 @@ def _list_inner(part: Node, wanted: Mapping[Node, Blocks]) -> Iterator[int]:
 
 
 def find_part(node: Node) -> tuple[Node, tuple[int, int], int]:
-    """Return the source of a slice, select or getitem, the range of its indices, and the dimension."""
+    """Return the source of a slice, select or getitem node, the range of indices taken, and the dimension.
+
+    For a select by an index that depends on data, the range is the whole dimension.
+    """
     source = node.args[0]
     assert isinstance(source, Node)
     if is_kind(node, "select"):
@@ -196,9 +226,10 @@ def find_part(node: Node) -> tuple[Node, tuple[int, int], int]:
 
 
 def _pull(user: Node, node: Node, blocks: Blocks) -> Blocks | None:
-    """Map the blocks of an operation's output, each with its own exponent, to the blocks of one input.
+    """Map the blocks of a result, each scaled by its own power of two, to the blocks that one input
+    must have.
 
-    Return None if the operation doesn't preserve them.
+    Return None if the operation mixes elements of different blocks.
     """
     given = arguments(user)
     if is_kind(user, *_KEEPING):
@@ -221,7 +252,14 @@ def _pull(user: Node, node: Node, blocks: Blocks) -> Blocks | None:
 def map_through_view(
     out: tuple[int, ...], source: tuple[int, ...], blocks: Blocks
 ) -> Blocks | None:
-    """Map blocks along a dimension of a reshaped value to its shape before; None if they don't align."""
+    """Map blocks of a reshaped tensor to a dimension of the tensor before the reshape.
+
+    Return None if no block boundary there corresponds.
+
+    Args:
+        out: shape after the reshape, in which `blocks` are given.
+        source: shape before it.
+    """
     if math.prod(out) != math.prod(source):
         return None
     stride = math.prod(out[blocks.dim + 1 :])
@@ -238,7 +276,7 @@ def map_through_view(
 def _keep_producible(
     wanted: Mapping[Node, Blocks], parameters: Mapping[str, str]
 ) -> dict[Node, Blocks]:
-    """Remove values whose blocks can't be scaled separately by rows or columns of parameters."""
+    """Remove tensors whose blocks can't be scaled separately by scaling rows or columns of parameters."""
     kept = dict(wanted)
     while True:
         lost = [node for node in kept if not _is_producible(node, kept, parameters)]
@@ -271,7 +309,7 @@ def _is_producible(node: Node, kept: Mapping[Node, Blocks], parameters: Mapping[
 
 
 def _list_read(node: Node, kept: Mapping[Node, Blocks]) -> set[int]:
-    """Return the indices of a parameter's blocks that the graph reads.
+    """Return the numbers of a parameter's blocks that the graph reads.
 
     A call of another size may read more of a table of positions. So a table that is read in part has
     one exponent.
@@ -297,21 +335,26 @@ def _list_read_by(user: Node, node: Node, kept: Mapping[Node, Blocks]) -> Iterab
 
 
 def is_part(node: Node) -> bool:
-    """Return whether a value is a slice, a select, or one result of a chunk, split or unbind."""
+    """Return whether a node is a slice, a select, or one result of a chunk, split or unbind."""
     if is_kind(node, "slice", "select"):
         return True
     return is_kind(node, "part") and bool(node.args) and is_split(node.args[0])
 
 
 def has_known_indices(node: Node) -> bool:
-    """Return whether the indices of a part are constants; if not, `find_part` returns the whole range."""
+    """Return whether the indices that a slice or select takes are constants, not computed from data.
+
+    If they aren't, `find_part` returns the whole range.
+    """
     if is_kind(node, "select"):
         return isinstance(arguments(node)["index"], int)
     return not is_kind(node, "slice") or slice_bounds(node) is not None
 
 
 def _is_part_of(node: Node, kept: Mapping[Node, Blocks]) -> bool:
-    """Return whether all bounds of a slice's blocks are also bounds of its source's blocks."""
+    """Return whether every block boundary of a slice is also a block boundary of the tensor it is taken
+    from.
+    """
     source, (start, _), dim = find_part(node)
     if is_kind(node, "select") or source not in kept or kept[source].dim != dim:
         return False
@@ -320,9 +363,9 @@ def _is_part_of(node: Node, kept: Mapping[Node, Blocks]) -> bool:
 
 
 def _takes(user: Node, node: Node, kept: Mapping[Node, Blocks]) -> bool:
-    """Return whether a user of a value can handle a different exponent in each of its blocks.
+    """Return whether a user of a tensor still computes the right result if each block has another scale.
 
-    It splits the value, passes its blocks on, or multiplies each block by columns of its own.
+    It does if it splits the tensor, passes its blocks on, or multiplies each block by columns of its own.
     """
     if is_split(user) or is_kind(user, "slice", "select"):
         return True

@@ -1,13 +1,14 @@
-"""Capture of one component call as a graph, with the dtype, module path and parameter name of every value.
+"""Capture one call of a module as a graph, with the dtype, module path and parameter name of every node.
 
-The call is traced by `torch.export` (non-strict) on a copy of the module whose parameters are fake
-tensors, in the dtype in which the module will run. So no weight is read or copied, and a model too
-large for this machine can be captured as well. Each value has the dtype that it will really have: only
-those in fp16 are bounded by 65504. Regions under autocast or `no_grad` are higher-order nodes in such a
-graph; they are inlined. Code that reads tensor values (`mask.sum().tolist()`, `if x.any():`) is first
-run for real or, without weights, with the values that follow from the arguments alone. Its questions
-and answers are recorded, and tracing replays the answers. The tensors asked for become outputs of the
-graph, so that it contains everything that decides the path.
+Everything else of the core reads such a graph instead of the model's code. The call is traced by
+`torch.export` (non-strict) on a copy of the module whose parameters are fake tensors, in the dtype in which
+the module will run. So no weight is read or copied, and a model too large for this machine can be captured
+as well. Each node has the dtype that its result will really have: only those in fp16 are bounded by 65504.
+Regions under autocast or `no_grad` are higher-order nodes in such a graph; they are inlined. Code that
+reads tensor values (`mask.sum().tolist()`, `if x.any():`) is first run for real or, without weights, with
+the values that follow from the arguments alone. Its questions and answers are recorded, and tracing replays
+the answers. The tensors asked for become outputs of the graph, so that it contains everything that decides
+the path.
 
 Not covered: sizes that depend on data (`x[mask]`), tensors that a module makes once inside `forward`
 and caches, custom kernels: they raise `CaptureError` with the line of code. Sizes are those of the
@@ -167,7 +168,11 @@ def find_call_operands(
     kwargs: Mapping[str, Any] | None,
     dtype: torch.dtype,
 ) -> Operands:
-    """Find the casts that bring each operation's operands to one dtype, without capturing the call.
+    """Find the casts that a call needs because its code mixes dtypes in one operation, without
+    capturing it.
+
+    Args:
+        dtype: dtype in which the module will run.
 
     Cost: one run on fake tensors.
     """
@@ -182,13 +187,15 @@ def read_call(
     dtype: torch.dtype,
     blocked: Collection[str] = (),
 ) -> frozenset[int] | None:
-    """Record how a call uses its parameters and arguments, as a set of marks to compare with other calls'.
+    """Record how a call uses its parameters and arguments, as a set of hashes that two calls can be
+    compared by.
 
-    A mark is the hash of a torch function call (`readings`). Return None if the code fails on tensors
-    without values, for example because it reads some.
+    A hash is that of a torch function call and of how its inputs were computed (`readings`). Return
+    None if the code fails on tensors without values, for example because it reads some.
 
     Args:
-        blocked: names of tensors whose rows or columns differ in exponent.
+        dtype: dtype in which the module will run.
+        blocked: names of tensors whose rows or columns are scaled by different powers of two.
 
     Cost: one run on fake tensors.
     """
@@ -200,7 +207,7 @@ def read_call(
 
 
 def _list_attempts(first: _Attempt, answers: Answers | None) -> Iterator[_Attempt]:
-    """Yield options for capturing a call, cheapest first; each is for when the earlier ones have failed."""
+    """Yield ways to capture a call, cheapest first; the caller tries the next one if tracing fails."""
     yield first
     yield replace(first, keeps_buffers=False)
     if _has_weights(first.owner):
@@ -215,7 +222,10 @@ def _list_attempts(first: _Attempt, answers: Answers | None) -> Iterator[_Attemp
 
 @contextlib.contextmanager
 def noting_answers(found: list[tuple[str, Any]]) -> Iterator[None]:
-    """Append to `found` each tensor value that this thread's code turns into Python numbers.
+    """Append to `found` each tensor value that this thread's code turns into a Python number inside the
+    block.
+
+    Examples are `.item()` and `if x.any():`. Entries are pairs of the function's name and its result.
 
     Cost: a check of each torch function that is called.
     """
@@ -227,7 +237,8 @@ def noting_answers(found: list[tuple[str, Any]]) -> Iterator[None]:
 def note_answers(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Answers:
-    """Run a call, and return the tensor values that its code turns into Python numbers.
+    """Run a call, and return the tensor values that its code turns into Python numbers, for tracing to
+    replay.
 
     A module without weights runs on fake tensors. Its code then gets the values that follow from the
     arguments alone, and fails if it reads others.
@@ -265,13 +276,19 @@ def owner_of(call: Callable[..., Any]) -> torch.nn.Module:
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors among a call's arguments: positional ones first, then keywords by name."""
+    """Return the tensors among a call's arguments, nested ones included: positional ones first, then
+    keywords by name.
+    """
     leaves, _ = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def sign_capture(capture: Capture) -> str:
-    """Return a hash of a captured call's operations, constants and signature, without its weights."""
+    """Return a hash of a captured call's operations, constants and argument signature, to recognise an
+    equal graph.
+
+    The weights' values don't count.
+    """
     made = hashlib.sha256(repr((capture.parameters, capture.answers, capture.operands)).encode())
     for node in capture.graph.graph.nodes:
         target = node.target if isinstance(node.target, str) else str(node.target)
@@ -285,20 +302,24 @@ def sign_capture(capture: Capture) -> str:
 
 
 def module_path(node: Node) -> str:
-    """Return the path of the innermost module whose code computed a value; "" for the component itself."""
+    """Return the path of the innermost module whose code computed a node; "" for the captured module
+    itself.
+    """
     stack = node.meta.get("nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
     return path.removeprefix(PREFIX).removeprefix(".")
 
 
 def module_classes(node: Node) -> list[str]:
-    """Return the class names of the modules that were running at a node, outermost first."""
+    """Return the class names of the modules whose `forward` was running at a node, outermost first."""
     stack = node.meta.get("nn_module_stack") or {}
     return [name_class(entry[1]) for entry in stack.values()]
 
 
 def call_key(node: Node) -> str:
-    """Return a key of the module call that computed a value; each call of a module has another one."""
+    """Return a string that identifies the module call that computed a node; repeated calls of a module
+    differ.
+    """
     stack = node.meta.get("nn_module_stack") or {}
     return str(next(reversed(stack))) if stack else ""
 
@@ -329,10 +350,11 @@ class _Attempt:
 
 
 class _Notes(TorchFunctionMode):
-    """Torch function mode that records each tensor value that code reads, or replays recorded ones.
+    """Torch function mode that records each tensor value that code reads as a Python number, or replays
+    a record.
 
-    If code tests only in fp16 whether a value is NaN or Inf, to clamp it (LDMBert), the replayed result
-    is that it is finite: exponents keep it so.
+    If code tests only in fp16 whether an activation is NaN or Inf, to clamp it (LDMBert), the replayed
+    result is that it is finite: scaling keeps it so.
     """
 
     def __init__(self, answers: Answers | None = None) -> None:
@@ -359,7 +381,13 @@ class _Notes(TorchFunctionMode):
         return answer
 
     def _follow_test(self, name: str, args: tuple[Any, ...], result: Any) -> Any:
-        """Store the result that a test for NaN or Inf, or a combination of tests, has for finite values."""
+        """Remember what a test for NaN or Inf, or a combination of such tests, returns if all values
+        are finite.
+
+        Args:
+            name: name of the torch function that was called.
+            result: its result, which is returned unchanged.
+        """
         tested = [self._tests.get(id(x)) for x in args if isinstance(x, torch.Tensor)]
         known = [x[1] for x in tested if x is not None]
         if name in _TESTS:
@@ -398,7 +426,9 @@ _JOINED_TESTS: Mapping[str, Callable[[list[bool]], bool]] = {
 
 @functools.cache
 def _list_questions() -> frozenset[Any]:
-    """Return the functions and methods of torch that turn a tensor's values into Python numbers."""
+    """Return the torch functions and methods that turn a tensor's values into Python numbers, such as
+    `item`.
+    """
     return frozenset(
         getattr(owner, name)
         for name in read_calls().asks
@@ -408,10 +438,10 @@ def _list_questions() -> frozenset[Any]:
 
 
 class _TracedData(TorchFunctionMode):
-    """Torch function mode that replaces `x.data` by `x.detach()`, which shares the storage but is traced.
+    """Torch function mode that replaces `x.data`, which tracing misses, by `x.detach()`, which is traced.
 
-    Tracing records neither the getter nor later writes through its result, such as into a table of
-    positions that is made in `forward` (torch 2.13.0, 2026-11-22).
+    Both share the storage. Tracing records neither the getter nor later writes through its result, such
+    as into a table of positions that is made in `forward` (torch 2.13.0, 2026-11-22).
     """
 
     def __torch_function__(
@@ -423,7 +453,9 @@ class _TracedData(TorchFunctionMode):
 
 
 class _Call(torch.nn.Module):
-    """Wraps a call as a module whose only inputs are tensors; other arguments are fixed."""
+    """Wraps a call as a module whose only inputs are its tensors, as `torch.export` needs; the rest is
+    fixed.
+    """
 
     def __init__(
         self,
@@ -453,7 +485,9 @@ class _Call(torch.nn.Module):
 
 
 def _export(attempt: _Attempt) -> Capture:
-    """Capture a call; if its code mixes dtypes, capture it again with the casts that it needs."""
+    """Capture a call; if its code mixes dtypes in one operation, capture it again with the casts that
+    it needs.
+    """
     try:
         capture = _ShadowCall(attempt).export()
         mixed = find_mixed_operands(capture.graph) or find_mixed_norms(capture.graph)
@@ -477,7 +511,7 @@ def _export(attempt: _Attempt) -> Capture:
 
 
 class _ShadowCall:
-    """One call of a copy of its module, ready to be traced."""
+    """One call of a weightless copy of a module, to be traced or run without touching the original."""
 
     def __init__(self, attempt: _Attempt) -> None:
         self._module, self._attempt = attempt.owner, attempt
@@ -508,7 +542,12 @@ class _ShadowCall:
         )
 
     def read(self, blocked: Collection[str]) -> frozenset[int]:
-        """Record how the call uses its parameters and arguments, as a set of hashes (`readings`)."""
+        """Run the call and return the hashes of its torch function calls, to compare with another
+        call's (`readings`).
+
+        Args:
+            blocked: names of tensors whose rows or columns are scaled by different powers of two.
+        """
         patches = Patches()  # never undone: the copy is discarded
         paths = ModulePaths(self._shadow, patches)
         readings = Readings(paths, _ShadowCall.read.__code__, blocked)
@@ -522,7 +561,10 @@ class _ShadowCall:
         return frozenset(readings.found)
 
     def ask(self, notes: _Notes) -> None:
-        """Run the call's code on fake tensors, with the arguments' values where it reads them."""
+        """Run the call on fake tensors, so that `notes` records the tensor values that its code reads.
+
+        Values are known where they follow from the arguments alone.
+        """
         given = iter(self._given)
         args, kwargs = pytree.tree_map_only(
             torch.Tensor,
@@ -547,7 +589,11 @@ class _ShadowCall:
             return find_operands(lambda: self._traced(*self._given), self._shadow)
 
     def export(self) -> Capture:
-        """Trace the call and return its capture."""
+        """Trace the call with `torch.export`, and return the graph with what is known of its nodes.
+
+        Raises:
+            CaptureError: if the code can't be traced.
+        """
         notes: list[Note] = []
         _watch_outputs(self._shadow, notes)
         _watch_tables(self._shadow, self._kept, notes)
@@ -587,7 +633,7 @@ class _ShadowCall:
         )
 
     def _trace(self, notes: list[Note]) -> Any:
-        """Export the call, tracing repeated parts once; if that fails, export it without reuse."""
+        """Export the call, copying nodes of repeated blocks; if that fails, trace every block."""
         export = functools.partial(torch.export.export, self._traced, self._given, strict=False)
         if self._attempt.answers is not None or self._attempt.is_real:
             return export()
@@ -604,7 +650,7 @@ class _ShadowCall:
 
 
 def _watch_outputs(shadow: torch.nn.Module, notes: list[Note]) -> None:
-    """Have hooks record for each module call of the copy whether it returns one tensor.
+    """Register hooks on the copy that record, for each module call, whether it returns one tensor.
 
     Modules with several names, such as an activation that all layers share, are left out: a hook on one
     acts in all of its places.
@@ -640,10 +686,15 @@ class _Shaped:
 
 
 def _watch_tables(shadow: torch.nn.Module, kept: frozenset[str], notes: list[Note]) -> None:
-    """Have hooks record the arguments of modules that may select or compute their tables by sizes.
+    """Register hooks that record the arguments of modules that may select or compute a table by their
+    sizes.
 
     Such a module has floating buffers of its own outside `kept`, or floating parameters if it is not a
     layer of torch.
+
+    Args:
+        kept: names of the buffers that keep their dtype.
+        notes: list to which the hooks append.
     """
 
     def shape(args: Any, kwargs: Any) -> Any:
@@ -677,7 +728,11 @@ def _find_replaceable(
 
     An example is a table of positions that is learned for one number of frames and computed for others:
     a factor folded into it would be lost then. Of modules that are alike, only one is tried. Parameters
-    of the component itself are never tried.
+    of the captured module itself are never tried.
+
+    Args:
+        calls: arguments of each module's last call, by path.
+        used: names of the parameters that the captured call reads.
     """
     found: set[str] = set()
     known: dict[Any, frozenset[str]] = {}
@@ -702,7 +757,12 @@ def _read_settings(module: torch.nn.Module) -> tuple[tuple[str, Any], ...]:
 def _find_unread(
     module: torch.nn.Module, call: tuple[Any, ...], tables: Mapping[int, str], mode: FakeTensorMode
 ) -> frozenset[str]:
-    """Return the names of the tables that at least one call with another size doesn't read."""
+    """Return the names of the tables that a module's call with some other size doesn't read.
+
+    Args:
+        call: positional and keyword arguments of a call, with `_Shaped` for tensors.
+        tables: maps the ids of the module's tables to their names.
+    """
     found: set[str] = set()
     for other in _list_resized(call):
         read = _Read()
@@ -716,7 +776,7 @@ def _find_unread(
 
 
 def _list_resized(call: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield the call with one dimension of one tensor doubled or halved, for each dimension."""
+    """Yield variants of a call's arguments, each with one dimension of one tensor doubled or halved."""
     leaves, spec = pytree.tree_flatten(call)
     for number, leaf in enumerate(leaves):
         shape = leaf.shape if isinstance(leaf, _Shaped) else ()
@@ -728,7 +788,7 @@ def _list_resized(call: tuple[Any, ...]) -> Iterator[Any]:
 
 
 class _Read(TorchFunctionMode):
-    """Torch function mode that records the tensors from which others are computed, not reads of shapes."""
+    """Torch function mode that records the ids of tensors whose values are used, not only their shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -745,7 +805,7 @@ class _Read(TorchFunctionMode):
 
 
 def _make_shadow(attempt: _Attempt, mode: FakeTensorMode) -> tuple[torch.nn.Module, frozenset[str]]:
-    """Copy a module with fake parameters, or real ones if `is_real`, in the dtypes of an attempt.
+    """Copy a module with fake parameters (real ones if `is_real`), in the dtypes that an attempt asks for.
 
     Return the copy, and the names of the buffers left in their own dtype.
     """
@@ -772,7 +832,8 @@ def _make_shadow(attempt: _Attempt, mode: FakeTensorMode) -> tuple[torch.nn.Modu
 
 
 def find_kept_buffers(module: torch.nn.Module) -> frozenset[str]:
-    """Return the names of buffers in fp32 or float64 that are not in the checkpoint.
+    """Return the names of fp32 or float64 buffers that aren't saved in checkpoints, and so aren't cast
+    to fp16.
 
     They are tables that the code computes (rotary frequencies, positions), which have to stay exact: in
     16 bits, positions would coincide. Loading doesn't cast them either.
@@ -793,10 +854,10 @@ def own_dtype(module: torch.nn.Module) -> torch.dtype | None:
 def _read_program(
     program: Any, module: torch.nn.Module
 ) -> tuple[GraphModule, dict[str, str], dict[str, Any], list[str]]:
-    """Return the flat graph of an exported program, and what its placeholders mean.
+    """Return an exported program's graph, flattened, and the meaning of its placeholders.
 
-    That is the parameters' names and the constants by placeholder, and a list of the inputs'
-    placeholders.
+    Returns:
+        The graph; parameter names and constants by placeholder name; names of the inputs' placeholders.
     """
     names = name_aliases(module)
     parameters: dict[str, str] = {}
@@ -816,7 +877,7 @@ def _read_program(
 
 
 def _refuse_lost_vmap(constants: Mapping[str, Any], module: torch.nn.Module) -> None:
-    """Raise an error for a graph that lacks the `vmap` regions of its code.
+    """Raise an error if tracing lost the `vmap` regions of the code, so that the graph is wrong.
 
     PyTorch 2.6.0 omits such regions, and treats the values in them as constants.
     """
@@ -830,7 +891,8 @@ def _refuse_lost_vmap(constants: Mapping[str, Any], module: torch.nn.Module) -> 
 
 
 def _complete_paths(graph: GraphModule, paths: list[str]) -> None:
-    """Complete the module paths of nodes whose module was called through an attribute of another module.
+    """Rewrite nodes' module paths to those of `named_modules`, where code called a module by another
+    attribute.
 
     Tracing names a module by the attributes that the code used. SAT's mixins hold the transformer as a
     plain attribute, so its layers' paths begin there (torch 2.13.0, 2026-11-22).
@@ -852,7 +914,9 @@ def _complete_paths(graph: GraphModule, paths: list[str]) -> None:
 
 
 def name_aliases(module: torch.nn.Module) -> dict[str, str]:
-    """Map every name of a parameter or buffer to the first name of the same tensor."""
+    """Map every name of a parameter or buffer to the first name of the same tensor, so that tied
+    weights agree.
+    """
     everything = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
@@ -865,7 +929,7 @@ def name_aliases(module: torch.nn.Module) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _alone_in_thread() -> Iterator[None]:
-    """Trace only this thread's calls, and let one thread trace at a time.
+    """Restrict tracing to this thread's calls, and let one thread trace at a time.
 
     The tracer patches functions that call modules and read their attributes, in every thread of the
     process.

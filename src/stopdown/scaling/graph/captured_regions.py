@@ -1,4 +1,6 @@
-"""Inlining of the regions of a captured graph, such as checkpoints, into the graph around them."""
+"""Inline the higher-order regions of an exported graph (checkpoints, autocast), so that passes see one
+flat graph.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ that follow it."""
 
 
 def inline_regions(graph: GraphModule) -> GraphModule:
-    """Return a graph with regions such as checkpoints or autocast replaced by their bodies.
+    """Return a graph in which higher-order operators such as checkpoints or autocast are replaced by
+    their bodies.
 
-    Bodies of other operators, such as the score function of `flex_attention`, stay separate.
+    Bodies of other operators, such as the score function of `flex_attention`, remain submodules.
     """
     if not any(map(_is_region, graph.graph.nodes)):
         return graph
@@ -27,7 +30,11 @@ def inline_regions(graph: GraphModule) -> GraphModule:
 
 
 def _copy_nodes(source: GraphModule, flat: torch.fx.Graph, env: dict[Node, Any]) -> Any:
-    """Append copies of a graph's nodes to `flat`; return the copied values of its output node."""
+    """Append copies of a graph's nodes to `flat`, with regions inlined; return the copied output values.
+
+    Args:
+        env: maps nodes of `source` to their copies; initially those of the placeholders, if any are given.
+    """
     for node in source.graph.nodes:
         if node in env or (_is_region_body(node) and all(map(_is_region, node.users))):
             continue

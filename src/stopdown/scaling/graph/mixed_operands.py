@@ -1,4 +1,4 @@
-"""Search for operations of a captured graph whose operands differ in dtype."""
+"""Search a captured graph for operations whose operands differ in dtype, which a real run would refuse."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ ONE_DTYPE = ("linear", *CONVOLUTIONS, "matrix")
 
 
 def find_mixed_operands(graph: GraphModule, *kinds: str) -> list[Node]:
-    """Return the operations whose floating operands differ in dtype.
+    """Return the nodes whose floating operands differ in dtype, so that a cast can be inserted.
 
     Tracing accepts them (measured for linear, 2026-11-21), although a real run raises an error.
 
     Args:
-        kinds: kinds of operations to examine; by default matrix products and convolutions.
+        kinds: kinds of operations to examine, such as `"linear"`; by default matrix products and
+            convolutions.
     """
     return [
         node

@@ -1,10 +1,11 @@
-"""Copies of modules, with the functions that somebody assigned to their parts bound to the copy.
+"""Copy modules for tracing, with functions that were assigned to their parts bound to the copy.
 
-`copy.deepcopy` doesn't copy functions, so a function in the copy would call parts of the original. In a
-trace, the weights of these are constants, which can have no exponents.
+`copy.deepcopy` doesn't copy functions, so a function in the copy would call parts of the original. A trace
+would then record the original's weights as constants, into which no scale can be folded.
 
 **Catches** functions and methods assigned to a part, and hooks, with their closures and defaults: the
 module's parts and tensors, methods of parts, further functions, and short lists and mappings of those.
+
 **Does not catch** functions of classes and of Python modules; parts that an object outside the module
 holds, unless the function is a method of it.
 """
@@ -43,13 +44,16 @@ def copy_module(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Modul
 
 
 class _Binder:
-    """Rebinds functions, with their closures and defaults, from a module's objects to their copies."""
+    """Replaces a module's parts and tensors by their copies in functions' closures and defaults."""
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self._memo, self._bound = memo, dict[int, Any]()
 
     def bind(self, value: Any) -> Any:
-        """Return the copy of a value, or a function rebound to copies; else the value itself."""
+        """Return a part's or tensor's copy, or a function, container or partial that refers to copies.
+
+        Any other value is returned unchanged.
+        """
         if id(value) in self._bound:
             return self._bound[id(value)]
         if isinstance(value, (torch.nn.Module, torch.Tensor)):

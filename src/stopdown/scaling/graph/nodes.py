@@ -1,4 +1,6 @@
-"""Readers of a captured graph's nodes: operation, arguments, shape, and clamps at fp16's maximum."""
+"""Read an fx node of a captured graph: its operation's name and kind, arguments, shape, slices and
+constants.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,17 @@ def _name_target(target: Any) -> str:
 
 
 def is_kind(node: Any, *kinds: str) -> bool:
-    """Return whether a value's operation is of one of these kinds; in-place operations have none."""
+    """Return whether a value is a node whose operation is of one of these kinds, such as `"linear"` or
+    `"cast"`.
+
+    `operations` lists the kinds. In-place operations have none.
+    """
     return isinstance(node, Node) and kind_of(operation(node)) in kinds
 
 
 def has_trait(node: Any, trait: str) -> bool:
-    """Return whether a value's operation has a trait of the table of operations, such as `alias`.
+    """Return whether a node's operation has a trait in the table of operations: `"alias"` if it returns
+    a view.
 
     An in-place operation has the traits of its own row in the table or, without one, of its plain form.
     """
@@ -45,13 +52,16 @@ def has_trait(node: Any, trait: str) -> bool:
 
 
 def find_slope(node: Node) -> float | None:
-    """Return the Lipschitz constant of a node's operation; None if it has none."""
+    """Return the Lipschitz constant of a node's elementwise function, such as 1 for ReLU; None if it
+    has none.
+    """
     found = find_operation(operation(node))
     return None if found is None else found.slope
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """Return a node's arguments by the names in its operation's schema, including defaults.
+    """Return a node's arguments by the names in its operation's schema, with omitted ones at their
+    defaults.
 
     Without a schema, positional arguments are named "0", "1" and so on.
     """
@@ -124,10 +134,11 @@ def _clip(index: int, size: int) -> int:
 
 
 def list_mixed(node: Node) -> list[int]:
-    """Return the dimensions along which pooling, upsampling, padding or repetition moves elements.
+    """Return the dimensions along which a result combines, moves or repeats elements of its input.
 
-    Input and result must have the same rank. Such a dimension may keep its size: pooling with a stride
-    of 1 computes means of neighbours, and padding by (1, -1) moves every element.
+    It is for pooling, upsampling, padding and repetition, with an input of the result's rank. Such a
+    dimension may keep its size: pooling with a stride of 1 computes means of neighbours, and padding by
+    (1, -1) moves every element.
     """
     given, shape = arguments(node), shape_of(node)
     rank = len(shape)
@@ -148,14 +159,14 @@ def read_order(node: Node) -> list[int]:
 
 
 def strip_casts(node: Any) -> Any:
-    """Return the value behind casts and identity operations."""
+    """Follow a node back through casts and identity operations to the node that computed the value."""
     while is_kind(node, "identity", "cast"):
         node = node.args[0]
     return node
 
 
 def is_range_clamp(node: Node) -> bool:
-    """Return whether a node clamps values to fp16's range of ±65504.
+    """Return whether a node clamps values to fp16's range of ±65504, as models do against overflow.
 
     A `nan_to_num` that replaces infinities by these numbers counts as well.
     """
@@ -176,10 +187,11 @@ _MOVING = (
 
 
 def read_magnitude(node: Node, number: float) -> float:
-    """Return the magnitude of a number among an operation's arguments; 0 if it is the fill value of a mask.
+    """Return the magnitude of a constant argument; 0 for a mask's fill value, such as -65504 or -inf.
 
-    A fill value near the limit of fp16's range is written into a tensor, or multiplies a mask, as in
-    `(1 - mask) * torch.finfo(dtype).min`. A number that multiplies any other tensor isn't a fill value.
+    A fill value hides elements, so it must not count as the size of an activation. It is near or beyond
+    fp16's maximum and is written into a tensor, or multiplies a mask, as in `(1 - mask) *
+    torch.finfo(dtype).min`. A number that multiplies any other tensor isn't a fill value.
     """
     size = abs(float(number))
     found = find_operation(operation(node))
@@ -192,14 +204,18 @@ def read_magnitude(node: Node, number: float) -> float:
 
 
 def _is_mask(node: Node) -> bool:
-    """Return whether a value is computed from booleans or integers alone, such as `1 - mask`."""
+    """Return whether a value is computed from booleans or integers alone, as `1 - mask` is."""
     while is_kind(node, *_MOVING) and len(node.all_input_nodes) == 1 and is_float(node):
         (node,) = node.all_input_nodes
     return not is_float(node)
 
 
 def smallest_constant(value: Any) -> float:
-    """Return the smallest magnitude among the constants in a value; 0 if it depends on data."""
+    """Return the smallest magnitude that a number, or a node built from constants, can have; 0 if it
+    depends on data.
+
+    A node may combine constants by `where`, `sign`, `full`, casts and expansion.
+    """
     if isinstance(value, (int, float)):
         return abs(float(value))
     if not isinstance(value, Node):

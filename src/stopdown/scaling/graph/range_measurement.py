@@ -1,8 +1,9 @@
-"""Measurement of the magnitude of every value of a captured call, by running its graph in fp32.
+"""Measure the magnitudes of every activation and weight of a captured call, by running its graph in fp32.
 
-The graph was captured in the dtype in which the module will run. Here all its 16-bit dtypes are
-replaced by fp32, so that nothing overflows or underflows. Values with fill values of a mask (the
-smallest fp16 number, or -inf) are measured without these.
+Scales are then chosen from these so that fp16 doesn't overflow. The graph was captured in the dtype in
+which the module will run. Here all its 16-bit dtypes are replaced by fp32, so that nothing overflows or
+underflows. Activations with fill values of a mask (the smallest fp16 number, or -inf) are measured without
+these.
 
 Not covered: intermediate values inside a fused kernel (attention scores), and inputs larger than the
 given ones.
@@ -42,7 +43,7 @@ _FP32_LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Range:
-    """Magnitudes of one value, or of one block of it.
+    """Magnitudes of an activation or weight, or of one block of its channels, before scaling.
 
     Attributes:
         amax: largest magnitude.
@@ -50,8 +51,9 @@ class Range:
         least: smallest positive magnitude.
         certain: True if `amax` is a proven bound for all inputs; False if it was measured.
         bound: proven bound for all inputs if `amax` was measured; infinite if there is none.
-        least_stored: least scaled size of the largest magnitude for which the bound holds.
-        unbounded: measured because no rule returns a bound, so the value may be NaN as well as Inf.
+        least_stored: the proven bound holds only if `amax` is at least this after scaling, as smaller
+            values would be subnormal in fp16.
+        unbounded: measured because no rule returns a bound, so the activation may be NaN as well as Inf.
     """
 
     amax: float
@@ -68,7 +70,9 @@ class Range:
         return self.amax if self.certain else self.bound
 
     def merged(self, other: Range) -> Range:
-        """Return a range that holds for both; its RMS is the smaller of the two that is not 0."""
+        """Return a range that covers both, for two calls of one graph; of the RMS it has the smaller
+        positive one.
+        """
         sizes = [x for x in (self.rms, other.rms) if x > 0]
         least = min((x for x in (self.least, other.least) if x > 0), default=0.0)
         certain = self.certain and other.certain
@@ -92,15 +96,19 @@ def run_capture(
     kept_clamps: frozenset[Node] = frozenset(),
     known: Ranges | None = None,
 ) -> tuple[dict[str, tuple[Range, ...]], tuple[torch.Tensor, ...]]:
-    """Run a captured call in fp32; return the ranges of all float values and parameters, and the outputs.
+    """Run a captured call in fp32; return the magnitudes of all activations and parameters, and the
+    outputs.
 
     The outputs are those of the 16-bit graph, computed in fp32. They differ from those of the module in
     fp32 if the model has code that only runs in fp16: a kept clamp.
 
     Args:
-        blocks: values that have several exponents, and the blocks that are measured separately.
+        blocks: activations and parameters whose blocks of channels get separate exponents, and so ranges.
         kept_clamps: clamps at fp16's maximum that belong to the model; others are skipped.
         known: ranges of an earlier call, whose weights are not measured again.
+
+    Returns:
+        The ranges by node name, one for each block, and the call's output tensors.
 
     Raises:
         ScalingError: if the number of tensors is not that of the capture, or if an input, a weight or
@@ -125,7 +133,7 @@ def run_capture(
 
 @contextlib.contextmanager
 def _leaving_vmap() -> Iterator[None]:
-    """Leave the `vmap` regions that PyTorch keeps open when a graph fails inside them."""
+    """Close, after an error, the `vmap` levels that PyTorch left open when a graph failed inside them."""
     before = torch._C._functorch.maybe_current_level() or 0
     try:
         yield
@@ -135,7 +143,7 @@ def _leaving_vmap() -> Iterator[None]:
 
 
 def merge_ranges(first: Ranges, second: Ranges) -> dict[str, tuple[Range, ...]]:
-    """Merge the ranges of two calls of one graph into ranges that hold for both."""
+    """Merge the measured ranges of two calls of one graph into ranges that cover both."""
     both = {
         name: tuple(a.merged(b) for a, b in zip(parts, second[name], strict=True))
         for name, parts in first.items()
@@ -144,7 +152,11 @@ def merge_ranges(first: Ranges, second: Ranges) -> dict[str, tuple[Range, ...]]:
 
 
 def find_masked(capture: Capture) -> frozenset[Node]:
-    """Return the values that contain the fill values of an attention mask, such as -inf."""
+    """Return the nodes whose values contain an attention mask's fill values, such as -inf or fp16's
+    minimum.
+
+    Their magnitudes have to be measured without these elements.
+    """
     masked: set[Node] = set()
     for node in capture.graph.graph.nodes:
         if has_trait(node, "unmasks") or is_range_clamp(node) or not is_float(node):
@@ -159,9 +171,10 @@ def find_masked(capture: Capture) -> frozenset[Node]:
 
 
 def find_sentinels(constant: Any) -> torch.Tensor:
-    """Mark the elements of a constant that equal the lowest number of a format or -Inf, as masks have.
+    """Return a boolean mask of a constant's elements that are -inf or a format's lowest number, as in
+    masks.
 
-    Return booleans of its shape; `[]` if it is no floating tensor.
+    The result has the constant's shape; it is empty if the constant is no floating tensor.
     """
     if not isinstance(constant, torch.Tensor) or not constant.is_floating_point():
         return torch.zeros(0, dtype=torch.bool)
@@ -170,10 +183,11 @@ def find_sentinels(constant: Any) -> torch.Tensor:
 
 
 def find_saturating(graph: torch.fx.Graph, ranges: Ranges) -> frozenset[Node]:
-    """Return the values that may overflow to Inf without harm, as only saturating functions read them.
+    """Return the activations that may overflow to Inf without changing a result, since only `tanh` or
+    the like reads them.
 
-    One is the cube inside a tanh-approximated GELU, which overflows fp16 from 41 on. Before the
-    function, numbers may multiply such a value, and values in range may be added to it.
+    One is the cube inside a tanh-approximated GELU, which overflows fp16 from 41 on. Before the saturating
+    function, numbers may multiply such an activation, and others in range may be added to it.
     """
     harmless: set[Node] = set()
     for node in reversed(graph.nodes):
@@ -195,13 +209,15 @@ def _saturates(user: Node, node: Node, harmless: set[Node], ranges: Ranges) -> b
 
 @dataclass(frozen=True)
 class _Weight:
-    """Placeholder for a parameter in a file, which is loaded for each operation that reads it."""
+    """Stands for a parameter that is still in a file, in place of a tensor; each operation that reads
+    it loads it.
+    """
 
     node: Node
 
 
 class _Runner(torch.fx.Interpreter):
-    """Interpreter that runs a captured graph in fp32 and records the range of each value."""
+    """Interpreter that runs a captured graph in fp32 and records the magnitudes of each node's result."""
 
     blocks: Mapping[Node, Blocks]
     kept_clamps: frozenset[Node]
@@ -285,7 +301,9 @@ class _Runner(torch.fx.Interpreter):
         return Range(amax, rms, least)
 
     def _check_squares(self, node: Node, value: torch.Tensor) -> None:
-        """Raise an error for a norm whose sum of squares is Inf in fp32, since it returns its bias."""
+        """Raise an error if a norm's sum of squares is Inf in fp32, since the norm would return its
+        bias alone.
+        """
         known = self.ranges.get(node.all_input_nodes[0].name, ())
         if max((x.amax for x in known), default=0.0) ** 2 * value.numel() < _FP32_LARGEST:
             return
@@ -311,7 +329,9 @@ class _Runner(torch.fx.Interpreter):
 
 
 def _call(target: Any, args: Any, kwargs: Any) -> Any:
-    """Call an operation in fp32, or in bf16 if its kernel accepts only 16-bit dtypes (flash attention)."""
+    """Call an operation on fp32 tensors, or in bf16 if its kernel accepts only 16-bit dtypes (flash
+    attention).
+    """
     try:
         return target(*args, **kwargs)
     except RuntimeError:

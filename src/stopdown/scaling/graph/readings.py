@@ -1,6 +1,7 @@
-"""Record of how a call uses its parameters and arguments: a set of marks, comparable between two calls.
+"""Compare two calls of a module without tracing: record how a call uses parameters and arguments as hashes.
 
-A call is run on tensors without values. Each torch function gets a mark: a hash of its name, the module
+Exponents that were solved for one call can be reused for another whose code does the same. A call is run
+on tensors without values. Each torch function gets a mark: a hash of its name, the module
 and the lines of code that it is called from, and the marks of its tensor arguments. A parameter's mark
 is its name, so the mark of a value covers all operations that computed it. Sizes are not part of a
 mark. If all marks of a call are among another call's, the equations of that other call hold for it:
@@ -8,6 +9,7 @@ each of its values can have the exponent of the value with the same mark.
 
 **Catches** parameters that only one of the calls reads, or that are added to another value; values that
 are computed instead; other functions, parts and outputs; writes into tensors.
+
 **Does not catch** rows and columns of activations that sizes select; numbers that differ and are not 0;
 functions that torch's modes don't intercept.
 """
@@ -90,10 +92,10 @@ _JOINING = frozenset(("cat", "concat", "concatenate", "stack", "hstack", "vstack
 
 
 class Readings(TorchFunctionMode):
-    """Torch function mode that records a mark for each torch function called while it is active.
+    """Torch function mode that records a hash (mark) of each torch function call and its inputs' history.
 
     Attributes:
-        found: marks of functions and outputs.
+        found: marks of functions and outputs; two calls that use their tensors alike have equal sets.
     """
 
     def __init__(self, paths: ModulePaths, root: types.CodeType, blocked: Collection[str]) -> None:
@@ -114,7 +116,9 @@ class Readings(TorchFunctionMode):
         self._held: list[Any] = []  # keeps ids unique
 
     def name(self, tensor: torch.Tensor, kind: str, name: object) -> None:
-        """Give a tensor its first mark: that of a parameter by its name, or of an argument by its index."""
+        """Give a tensor the mark from which others are derived: a parameter's by its name, an
+        argument's by its index.
+        """
         self._mark(tensor, hash((kind, name)))
         if name in self._blocked:
             self._exact.add(id(tensor))
@@ -166,7 +170,7 @@ class Readings(TorchFunctionMode):
         self._held.append(tensor)
 
     def _write(self, tensor: torch.Tensor, mark: int) -> None:
-        """Record a write in place: all tensors that share the memory have other marks from now on."""
+        """Record a write in place: change the marks of all tensors that share the written memory."""
         self.found.add(mark)
         place = _find_memory(tensor)
         self._written[place] = hash((self._written.get(place), mark))

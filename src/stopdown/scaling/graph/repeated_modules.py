@@ -1,8 +1,9 @@
-"""Reuse of traces: of all module calls that are alike, only the first is traced; the others copy its nodes.
+"""Trace repeated blocks once: of all module calls that are equivalent, the first is traced, the others
+copy its nodes.
 
 The 42 blocks of a transformer differ only in their parameters' names, and so do the calls that a
-decoder makes of its blocks for one frame after the other. Two calls are alike if the modules are built
-alike (classes, plain attributes, shapes and dtypes of weights, casts) and receive arguments alike.
+decoder makes of its blocks for one frame after the other. Two calls are equivalent if the modules are
+built alike (classes, plain attributes, shapes and dtypes of weights, casts) and receive arguments alike.
 Copying nodes takes a tenth of the time of tracing.
 
 A call is copied only if its nodes are its only effect. It is traced if it changes its module or a list
@@ -80,12 +81,12 @@ class CallObserver:
 
 @dataclass(frozen=True)
 class _Given:
-    """Arguments of a call, in the form in which calls are compared.
+    """Arguments of a module call, in a form in which two calls can be compared.
 
     Attributes:
         leaves, spec: the flattened arguments and their structure.
-        nodes: distinct nodes of the tensors among them.
-        sign: equal for calls that are given arguments alike.
+        nodes: distinct graph nodes of the tensors among them.
+        sign: comparison key: equal for calls whose arguments have the same structure, shapes and constants.
     """
 
     leaves: list[Any]
@@ -96,7 +97,7 @@ class _Given:
 
 @dataclass(frozen=True)
 class _Traced:
-    """A traced call, from which others are copied.
+    """Traced call of a block, from which the nodes of later equivalent calls are copied.
 
     Attributes:
         nodes: in order, each with the modules around it: index among the module's parts, number of
@@ -123,7 +124,8 @@ class _Argument:
 
 
 class Repeats:
-    """Copies the nodes of repeated calls of a module's submodules while it is traced.
+    """Copies nodes of a traced block for each repeated call of an equivalent block, while a module is
+    traced.
 
     Args:
         notes: list to which the observers of copied calls append their values.
@@ -154,7 +156,9 @@ class Repeats:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Copy repeated calls instead of tracing them, while this thread traces."""
+        """Copy the nodes of repeated block calls instead of tracing them, for this thread's traces
+        inside the block.
+        """
         own, plain = threading.get_ident(), vars(proxy_tensor._ModuleStackTracer)["call_module"]
 
         def call_module(tracer: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -269,7 +273,10 @@ class Repeats:
 
 
 class _Number:
-    """Class attribute that replaces the `layer_idx` of some modules, and records each read of it."""
+    """Descriptor that returns each block's `layer_idx`, and records which blocks' code read it.
+
+    A block whose code reads its number can't be copied from another block.
+    """
 
     def __init__(
         self, numbers: Mapping[torch.nn.Module, int], reads: list[torch.nn.Module]
@@ -294,7 +301,9 @@ def _has_global_hooks() -> bool:
 
 
 def _sign_surroundings() -> Any:
-    """Return the global state that code may depend on: gradients, autocast, default dtype, modes."""
+    """Return a comparison key of global state that code may depend on: gradients, autocast, default
+    dtype, modes.
+    """
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -362,7 +371,9 @@ def _read_given(tracer: Any, args: Any, kwargs: Any) -> _Given | None:
 
 
 def _is_untouched(tracer: Any, arguments: Any, given: _Given) -> bool:
-    """Return whether a call left its arguments unchanged, so that copying its nodes has the same effect."""
+    """Return whether a call left its arguments unchanged; only then does copying its nodes have the
+    same effect.
+    """
     args, kwargs = arguments
     after = _read_given(tracer, args, kwargs)
     return (
@@ -392,7 +403,14 @@ def _tell_output(tracer: Any, output: Any, given: _Given) -> tuple[list[Any], An
 
 
 def _are_whole(nodes: list[Node], known: set[Node | None], output: list[Any]) -> bool:
-    """Return whether nodes take inputs only from one another or from `known` nodes, with constant sizes."""
+    """Return whether a call's nodes can be copied: they read only one another or `known` nodes.
+
+    Their sizes must be constants, and they may not depend on an offset in storage.
+
+    Args:
+        known: nodes of the call's arguments and weights, and the nodes themselves.
+        output: leaves of the call's output; nodes among them must be the call's own.
+    """
     made = {*nodes}
     return all(x in made for x in output if isinstance(x, Node)) and all(
         node.op == "call_function"
@@ -413,7 +431,17 @@ def _has_numbers(value: Any) -> bool:
 def _place(
     nodes: list[Node], depth: int, numbers: Mapping[str, int], calls: Mapping[str, int]
 ) -> list[list[tuple[int, int, str]]] | None:
-    """Return the modules around each node as in `_Traced.nodes`; None if one isn't inside the module."""
+    """Return, for each node, the modules inside the traced block that were running; None if one is
+    outside it.
+
+    Args:
+        depth: number of modules around the block.
+        numbers: maps paths of the block's parts to their indices.
+        calls: number of calls of each part before the block was called.
+
+    Returns:
+        For each node, index of the part, number of its earlier calls within the block, and class.
+    """
     placed = []
     for node in nodes:
         found = []
@@ -429,7 +457,9 @@ def _place(
 def _make_output(
     tracer: Any, known: _Traced, places: Mapping[Any, Any], given: _Given
 ) -> list[Any]:
-    """Make the leaves of a copied call's output: fake tensors, each attached to its copied node."""
+    """Make the output leaves of a copied call: new fake tensors, each attached to its copied node in
+    the tracer.
+    """
     made: dict[Node, Any] = {}
     with torch._C.DisableTorchFunction(), proxy_tensor.disable_proxy_modes_tracing():
         for node in (x for x in known.output if isinstance(x, Node)):
@@ -457,8 +487,10 @@ def _sign_tensor(tensor: Any) -> Any:
 
 
 class _Description:
-    """Comparable description of everything that decides what a module's code does.
+    """Comparison key of everything that decides a module's behaviour: classes, attributes, weights'
+    shapes, hooks.
 
+    Two modules with equal keys run the same code, so one's traced nodes can be copied for the other.
     Objects of unknown kinds compare by identity.
     """
 
@@ -469,7 +501,9 @@ class _Description:
         self._held, self._around = held, set[int]()
 
     def sign(self) -> Any:
-        """Return the description; None if foreign hooks or a replaced `forward` may have other effects."""
+        """Return the comparison key; None if foreign hooks or a replaced `forward` may have other
+        effects.
+        """
         told = []
         for part in self._parts:
             hooks = self._sign_hooks(part)
@@ -552,7 +586,10 @@ class _Plain:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Return whether all state of an object is in its `__dict__`, as for an attention processor."""
+    """Return whether all state of an object is in its `__dict__`, so that comparing this suffices.
+
+    An example is an attention processor.
+    """
     kind = type(value)
     sizes = kind.__basicsize__, kind.__itemsize__
     return sizes == (_Plain.__basicsize__, _Plain.__itemsize__) and hasattr(value, "__dict__")

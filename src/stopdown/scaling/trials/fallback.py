@@ -1,9 +1,9 @@
-"""Fallback for modules that exponents can't fix: hooks measure which of their matrices fp16 can represent.
+"""Run single matrices in fp16 between casts and all else in fp32, for modules that powers of two can't fix.
 
 If code can't be traced, no exponents can be found, and some code doesn't run with them. But hooks can
 measure the inputs and outputs of linears and convolutions during a run in fp32. Those whose weights,
 inputs and outputs fit into fp16 run in fp16 between casts. The others, and everything between (sums,
-norms, products of two values), stay in fp32. A trial run then checks the result.
+norms, products of two activations), stay in fp32. A trial run then checks the result.
 
 Not covered: matrices that a module multiplies without calling the submodule that owns them: they stay
 in fp32.
@@ -83,29 +83,35 @@ def scale_by_hooks(
     failure: Failure,
     reference: Callable[[], Reference] | None = None,
 ) -> Scaling:
-    """Select the matrices of a module that run in fp16 while all else stays fp32; nothing is folded.
+    """Choose the linears and convolutions of a module that run in fp16, by measuring them in its calls.
+
+    All else stays fp32; no weight is scaled.
 
     Args:
         module: module in fp32 whose calls can't be captured, or don't run with exponents.
+        calls: example calls.
         failure: the reason, which becomes part of the result's note.
         reference: returns the reference for a trial; None for no trial.
 
+    Raises:
+        CaptureError, ScalingError: of `failure`'s kind, if no matrix fits into fp16 or the trial fails.
+
     Cost: a forward in fp32 for each call, and one in fp16 (not of large calls on a CPU).
     """
-    seen = _observe(module, calls)
+    seen = _measure_calls(module, calls)
     narrow = [path for path, x in seen.matrices.items() if _fits(x.amax)]
     if not narrow:
-        raise _give_up(failure, "no linear or convolution that is called fits into fp16")
+        raise _explain_failure(failure, "no linear or convolution that is called fits into fp16")
     scaling = _describe(module, seen, narrow, failure)
     if reference is None:
         return scaling
     try:
         return replace(scaling, trial=try_scaling(module, scaling, reference()))
     except TrialError as error:
-        raise _give_up(failure, f"i{error.what[1:].rstrip('.')}") from error
+        raise _explain_failure(failure, f"i{error.what[1:].rstrip('.')}") from error
 
 
-def _observe(module: torch.nn.Module, calls: Sequence[PlainCall]) -> _Seen:
+def _measure_calls(module: torch.nn.Module, calls: Sequence[PlainCall]) -> _Seen:
     counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
     try:
         seen = _run_watched(module, calls, counter)
@@ -125,7 +131,7 @@ def _run_watched(
     with Patches() as patches:
         for path, part in module.named_modules():
             if path and isinstance(part, (torch.nn.Linear, _ConvNd)):
-                hook = partial(_look, seen, path)
+                hook = partial(_record_layer_call, seen, path)
                 patches.defer(part.register_forward_hook(hook, with_kwargs=True).remove)
         with counter:
             for call, args, kwargs in calls:
@@ -134,18 +140,20 @@ def _run_watched(
     return seen
 
 
-def _look(seen: _Seen, path: str, part: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+def _record_layer_call(
+    seen: _Seen, path: str, part: Any, args: Any, kwargs: Any, output: torch.Tensor
+) -> None:
     floats = [x for x in iterate_tensors((args, kwargs, output)) if x.is_floating_point()]
     if path not in seen.matrices:
         floats += [x for x in (part.weight, part.bias) if x is not None]
         seen.matrices[path] = _Matrix(0.0)
     found = seen.matrices[path]
-    found.amax = max(found.amax, *(_reach(x) for x in floats))
+    found.amax = max(found.amax, *(_measure_amax(x) for x in floats))
     found.flops += count_layer_flops(part, floats[0], output)
 
 
-def _reach(value: torch.Tensor) -> float:
-    """Return the largest magnitude; inf if any value is not finite."""
+def _measure_amax(value: torch.Tensor) -> float:
+    """Return a tensor's largest magnitude; inf if any element is not finite."""
     return measure_amax(value) if bool(value.isfinite().all()) else math.inf
 
 
@@ -177,16 +185,20 @@ def _describe(
             cast_input_down=tuple(sorted(narrow)),
             cast_input_up=("", *_find_wide(module, narrow)),
             kept=tuple(sorted(wide)),
-            returns=all(_fits(_reach(x)) for x in outputs),
+            returns=all(_fits(_measure_amax(x)) for x in outputs),
         ),
         note=_explain(seen, narrow, share, failure),
     )
 
 
 def _find_wide(module: torch.nn.Module, narrow: list[str]) -> list[str]:
-    """List the modules with own parameters that stay in fp32, as their inputs must be fp32 too.
+    """List the modules with parameters of their own that stay in fp32, as their inputs must be cast to
+    fp32.
 
-    A cast of the component's inputs alone doesn't suffice: its code may cast its arguments back.
+    A cast of the whole module's inputs alone doesn't suffice: its code may cast its arguments back.
+
+    Args:
+        narrow: paths of the linears and convolutions in fp16.
     """
     return [
         path
@@ -209,7 +221,7 @@ def _explain(seen: _Seen, narrow: list[str], share: float, failure: Failure) -> 
     return text
 
 
-def _give_up(failure: Failure, why: str) -> Failure:
+def _explain_failure(failure: Failure, why: str) -> Failure:
     what = failure.what.rstrip(".")
     return type(failure)(
         f"{what}. Fp32 modules found by hooks do not do either: {why}.", remedy=failure.remedy

@@ -1,4 +1,8 @@
-"""Exponents by folding alone, which weight files hold: nothing is multiplied, and few eps change."""
+"""Find powers of two that weight files alone can hold: nothing is multiplied at run time, and few eps
+change.
+
+Converted checkpoints then run in any program.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ class FoldsAlone:
     kinds: list[MeasuredCall] = field(default_factory=list)
 
     def measure(self, calls: Sequence[PlainCall]) -> None:
-        """Measure calls of one kind.
+        """Run calls of one graph in fp32 and record the magnitudes of their activations, for `find`.
 
         Raises:
             CaptureError: the code cannot be traced.
@@ -76,11 +80,12 @@ class FoldsAlone:
     def find_bounded(
         self, ranges: str, accepts: Callable[[Scaling], bool], **freedom: Any
     ) -> Scaling:
-        """Find exponents as `find` does, with as many bounds as `accepts` lets pass.
+        """Find scale exponents as `find` does, but for proven bounds of the activations where these are
+        acceptable.
 
         Args:
-            ranges: `bound` or `auto`.
-            accepts: whether these exponents do.
+            ranges: `bound` (wherever possible) or `auto` (only at almost no cost).
+            accepts: decides whether the caller can use these exponents.
             freedom: arguments of `find`.
 
         Raises:
@@ -121,6 +126,9 @@ def _find(
 
 
 def _is_stored(place: str) -> bool:
-    """Return False for a clamp's limit that fp16 rounds to 0: no positive fp16 value is below it."""
+    """Return whether a weight file's program would notice a change of this eps, so that it must stay fixed.
+
+    A clamp's limit that fp16 rounds to 0 has no effect there: no positive fp16 value is below it.
+    """
     number = read_clamp(place.rpartition(".")[2])
     return number is None or number > FP16.smallest / 2

@@ -1,4 +1,6 @@
-"""Captures of a module's calls in fp16, with the ranges of their values measured in fp32."""
+"""Capture a module's example calls as graphs in fp16, and measure the magnitudes of their activations
+in fp32.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ FEW_FRAMES = 5
 
 
 class Captures:
-    """Cache of captures of calls in fp16: for each call the plain one and the last with an fp32 stream."""
+    """Cache of calls' graphs in fp16: for each call the plain one, and the last with an fp32 residual
+    stream.
+    """
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, bool], tuple[PlainCall, ResidualStream | None, Capture]] = {}
@@ -39,7 +43,10 @@ class Captures:
         self._clamping: dict[int, tuple[PlainCall, bool]] = {}
 
     def take(self, call: PlainCall, stream: ResidualStream | None = None) -> Capture:
-        """Return a capture of a call of the unchanged module, with or without an fp32 residual stream.
+        """Return the graph of a call of the unchanged module, with or without an fp32 residual stream.
+
+        Args:
+            stream: casts that keep the residual stream in fp32; None for none.
 
         Cost: a capture (seconds), the first time.
         """
@@ -57,7 +64,8 @@ class Captures:
         return self._made[key][2]
 
     def take_short(self, call: PlainCall) -> Capture:
-        """Return a capture of a call without an fp32 stream; of a decoded video, of a few frames and tiles.
+        """Return the graph of a call, cut to a few frames and tiles if it decodes a video, as tracing
+        takes long.
 
         It contains every module of the whole call, with the same dtypes; sizes and the number of
         operations differ.
@@ -74,7 +82,11 @@ class Captures:
         return _capture_streamed(*call, stream, plain and plain[2].operands)
 
     def keeps_clamps(self, call: PlainCall, made: Capture) -> bool:
-        """Return whether a clamp at fp16's maximum belongs to the model: the call in fp32 has one as well.
+        """Return whether a call clamps at fp16's maximum in fp32 too, so that the clamps are part of
+        the model.
+
+        Args:
+            made: the call's graph in fp16.
 
         Cost: a capture, the first time, if the call has such a clamp.
         """
@@ -86,7 +98,8 @@ class Captures:
 
 
 def cut_sizes(call: PlainCall) -> PlainCall:
-    """Return a call of `decode` with fewer frames and tiles; any other call is returned unchanged.
+    """Return a call of a video decoder's `decode` with fewer frames and tiles, to save time; others
+    unchanged.
 
     Its code takes the same path: through all modules, and over the seams between tiles.
     """
@@ -109,7 +122,11 @@ def cut_sizes(call: PlainCall) -> PlainCall:
 
 
 def _find_tile(module: Any, name: str) -> int | None:
-    """Return the height or width of latents beyond which a decoder works in tiles; None if unknown."""
+    """Return the height or width of latents beyond which a decoder works in tiles; None if unknown.
+
+    Args:
+        name: `"height"` or `"width"`.
+    """
     for attribute in (f"tile_latent_min_{name}", "tile_latent_min_size"):
         if isinstance(found := getattr(module, attribute, None), int):
             return found
@@ -124,9 +141,14 @@ def measure_kinds(
     captures: Captures,
     stream: ResidualStream | None,
 ) -> list[MeasuredCall]:
-    """Measure the ranges of calls, grouped by kind, with the given residual stream.
+    """Capture and measure example calls, for which scale exponents are to be found.
 
-    A kind has one capture with the merged ranges of its calls; several if its path depends on values.
+    A kind of calls has one graph with the merged ranges of its calls; several if its path depends on
+    values.
+
+    Args:
+        kinds: calls in groups; those in one group run the same graph.
+        stream: casts that keep the residual stream in fp32; None for none.
 
     Cost: a capture for each kind (seconds), and a forward in fp32 for each call.
     """
@@ -147,7 +169,7 @@ def add_call(
     captures: Captures,
     stream: ResidualStream | None = None,
 ) -> None:
-    """Measure one more call of the same kind as those in `found`, and add it there.
+    """Measure one more call, and merge it into the list `found` of calls of the same kind.
 
     Its ranges are merged with those of a call that took the same path, or it becomes an entry of its
     own.
@@ -170,7 +192,7 @@ def _capture_streamed(
     stream: ResidualStream,
     operands: Operands | None,
 ) -> Capture:
-    """Capture a call with its residual stream in fp32.
+    """Capture a call while casts keep the module's residual stream in fp32.
 
     Args:
         operands: casts that the call needs without the stream, as its code mixes dtypes; None finds
@@ -193,7 +215,9 @@ def _capture_streamed(
 
 
 def capture_answered(call: PlainCall, stream: ResidualStream | None, answers: Answers) -> Capture:
-    """Capture a call whose code turns tensor values into Python numbers, with given results of that."""
+    """Capture a call whose code reads tensor values as Python numbers (`.item()`), given the values
+    that it reads.
+    """
     function, args, kwargs = call
     if stream is None:
         return capture_call(function, args, kwargs, dtype=torch.float16, answers=answers)
@@ -209,7 +233,9 @@ def _measure(capture: Capture, one: PlainCall) -> MeasuredCall:
 
 
 def _clamps_anyway(one: PlainCall) -> bool:
-    """Return whether a call clamps at fp16's maximum in fp32 as well, as part of the model."""
+    """Return whether a call clamps at fp16's maximum in fp32 too, so that the clamp is part of the
+    model.
+    """
     call, args, kwargs = one
     try:
         wide = capture_call(call, args, kwargs, dtype=torch.float32)
@@ -221,7 +247,7 @@ def _clamps_anyway(one: PlainCall) -> bool:
 def measure_again(
     known: MeasuredCall, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> MeasuredCall:
-    """Measure another call with the graph of a captured one, and return that with the ranges merged.
+    """Measure another call that runs a known graph, and return the known call with the ranges merged.
 
     Cost: one forward in fp32.
     """

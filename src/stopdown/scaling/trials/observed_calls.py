@@ -1,4 +1,7 @@
-"""Calls of one module that were observed while a program runs, and exponents for all of them together."""
+"""Measure a module's calls while a program makes them, and find scale exponents for all of them together.
+
+A guard uses this to repair a module after an overflow.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,12 @@ from stopdown.scaling_records import ResidualStream, Scaling
 
 @dataclass
 class ObservedCalls:
-    """What the calls of one module have reached so far.
+    """Magnitudes of the activations in a module's calls so far, from which exponents are found.
 
     Attributes:
-        residual: what the residual stream is kept in: `native` or `fp32`.
-        stream: where it becomes fp32; None before the first call, and for `native`.
+        calls: number of calls that were measured.
+        residual: dtype of the residual stream: `native` (that of the module) or `fp32`.
+        stream: casts that keep it in fp32; None before the first call, and for `native`.
 
     Examples:
         >>> from stopdown.module_calls.callee import Callee
@@ -53,7 +57,8 @@ class ObservedCalls:
         module: torch.nn.Module,
         call: ComponentCall,
     ) -> None:
-        """Measure one call of the module, and merge the ranges of its values.
+        """Measure one call that a program made, and merge the magnitudes of its activations with
+        earlier calls'.
 
         Args:
             module: in the place of the callee's owner.
@@ -76,7 +81,10 @@ class ObservedCalls:
     def find_by_hooks(
         self, module: torch.nn.Module, call: ComponentCall, failure: CaptureError
     ) -> Scaling:
-        """Find which matrices of a module without a graph can run in fp16; the rest runs in fp32.
+        """Find which matrices of a module can run in fp16, if it can't be captured; the rest runs in fp32.
+
+        Args:
+            failure: the error of its capture.
 
         Cost: a forward in fp32 for each kind of call that failed; the latest of each is kept.
         """
@@ -90,7 +98,7 @@ class ObservedCalls:
             return scale_by_hooks(module, calls, failure)
 
     def find_exponents(self, module: torch.nn.Module) -> Scaling:
-        """Find the cheapest exponents that keep the observed calls in range.
+        """Find the cheapest scale exponents that keep the observed calls in range.
 
         Raises:
             ScalingError: there are none.

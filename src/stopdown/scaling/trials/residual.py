@@ -1,18 +1,18 @@
-"""Choice of casts for an fp32 residual stream: at modules that write to it, read it or multiply.
+"""Choose where to cast so that a network's residual stream is fp32 and its matrix products are fp16.
 
-PyTorch promotes fp32 + fp16 to fp32. So a sum becomes fp32 as soon as the outputs of its *writers* (the
-last linear of a branch, an embedding, a first convolution) are cast to fp32. Norms that read it keep
-their few parameters in fp32, and every module that multiplies matrices first casts its fp32 inputs to
-fp16. Layers with almost no work stay in fp32 as a whole: linears that multiply one row for each
-picture, the timestep's embedding, and small layers that read the stream itself. Writers are found in
-the captured graph: module outputs that reach a sum of two values or a norm. The inputs of functional
-attention (query, key, value, their norms and rotations, a position bias) stay in fp16, because its
-operands need one dtype.
+The casts are at modules that write to the stream, read it or multiply. PyTorch promotes fp32 + fp16 to
+fp32. So a sum becomes fp32 as soon as the outputs of its *writers* (the last linear of a branch, an
+embedding, a first convolution) are cast to fp32. Norms that read it keep their few parameters in fp32,
+and every module that multiplies matrices first casts its fp32 inputs to fp16. Layers with almost no
+work stay in fp32 as a whole: linears that multiply one row for each picture, the timestep's embedding,
+and small layers that read the stream itself. Writers are found in the captured graph: module outputs
+that reach a sum of two activations or a norm. The inputs of functional attention (query, key, value,
+their norms and rotations, a position bias) stay in fp16, because its operands need one dtype.
 
 An fp32 module can contain such a stream of its own: its linears and convolutions are in 16 bits, all
 else in it is fp32, and its output is cast back.
 
-Not covered: products of stream values without a linear or convolution of a module: their operands, and
+Not covered: products of stream activations without a linear or convolution of a module: their operands, and
 all that is summed into these, stay in fp16.
 """
 
@@ -66,6 +66,9 @@ def find_stream(
             each picture (embeddings of a timestep, which every block reads), and layers that read the
             stream without a norm (shortcuts, downsamplers), as their bounds would scale the stream down
             most.
+
+    Raises:
+        ScalingError: if there is no residual stream.
     """
     readers = [_Reader(capture) for capture in captures]
     matrices = {path for reader in readers for path in reader.matrices}
@@ -80,11 +83,15 @@ def find_stream(
             remedy="Use residual None: the ordinary rescaling.",
         )
     narrow = {name for reader in readers for name in reader.narrow}
-    wide = {name for reader in readers for name in reader.beside} - narrow - _first(module)
+    wide = (
+        {name for reader in readers for name in reader.beside}
+        - narrow
+        - _find_first_parameter(module)
+    )
     norms = {path for reader in readers for path in reader.norms(wide)}
     layers = set[str]()
     if rows:
-        own = {name.rpartition(".")[0] for name in _first(module)}
+        own = {name.rpartition(".")[0] for name in _find_first_parameter(module)}
         layers = (_find_embedding(module, readers) | _find_bare_readers(readers)) - inner - own
     wide |= {x for x in name_parameters(module) if x.rpartition(".")[0] in layers}
     return ResidualStream(
@@ -102,14 +109,16 @@ def open_fp32_modules(
     fp32_modules: Sequence[str],
     captures: Sequence[Capture],
 ) -> ResidualStream | None:
-    """Choose casts that keep the products inside fp32 modules in 16 bits, and all else in fp32.
+    """Choose casts that move the matrix products inside fp32 modules back to 16 bits; all else there
+    stays fp32.
 
     The outputs of the linears and convolutions inside them are cast to fp32, and multiplied there if
     needed. A sum with a table that nothing scales is fp32 then, and the products beside it are not.
     Return None if no fp32 module contains such layers.
 
     Args:
-        captures: its calls, in the dtype of its matrices.
+        stream: casts that are used already; None for none.
+        captures: the module's calls, in the dtype of its matrices.
     """
     matrices = {path for capture in captures for path in _Reader(capture).matrices}
     inner = {p for p in matrices if is_inside(p, *(x for x in fp32_modules if x != p))}
@@ -138,7 +147,11 @@ def open_fp32_modules(
 def with_stream(
     module: torch.nn.Module, stream: ResidualStream | None, dtype: torch.dtype
 ) -> Iterator[frozenset[str]]:
-    """Apply the casts of a residual stream during a capture; yield the names of its fp32 parameters."""
+    """Cast a module's residual stream to fp32 by hooks inside the block; yield the names of its fp32
+    parameters.
+
+    A capture made meanwhile contains the casts.
+    """
     with Patches() as patches:
         if stream is not None:
             put_stream(module, stream, dtype, patches)
@@ -146,7 +159,11 @@ def with_stream(
 
 
 def demand_agreement(plain: Capture, streamed: Capture) -> None:
-    """Check that a residual stream in fp32 leaves the dtypes of operands and outputs as they have to be.
+    """Check that with its residual stream in fp32 a call still runs: operands' dtypes agree, outputs
+    keep theirs.
+
+    Args:
+        plain, streamed: captures of the call without and with the stream.
 
     Raises:
         ScalingError: if an operation would get fp32 and fp16 operands, or an output another dtype.
@@ -161,7 +178,9 @@ def demand_agreement(plain: Capture, streamed: Capture) -> None:
 
 
 def measure_wide_flops(capture: Capture) -> float:
-    """Return the share of a call's matmul FLOPs whose operands are fp32 or wider; 0 without any."""
+    """Return the share of a captured call's matmul FLOPs whose operands are fp32 or wider; 0 without
+    matmuls.
+    """
     flops = {node: count_node_flops(node) for node in capture.graph.graph.nodes}
     wide = sum(
         size
@@ -172,7 +191,7 @@ def measure_wide_flops(capture: Capture) -> float:
 
 
 class _Reader:
-    """Roles of the modules and parameters in one captured call for a residual stream.
+    """Finds which modules and parameters of a captured call write to, read or multiply its residual stream.
 
     Attributes:
         matrices: paths of the modules that multiply by a parameter.
@@ -199,7 +218,12 @@ class _Reader:
         }
 
     def norms(self, kept: set[str]) -> set[str]:
-        """Return the paths of the modules that normalise with parameters kept in fp32."""
+        """Return the paths of the modules that normalise with one of these fp32 parameters, outside
+        attention.
+
+        Args:
+            kept: names of parameters that stay in fp32.
+        """
         found = set()
         for node in self.nodes:
             if is_kind(node, *NORMS) and node not in self.interior:
@@ -214,15 +238,21 @@ class _Reader:
                 yield node, name
 
     def _is_weighted(self, node: Node) -> bool:
-        """Return whether an operation is a product with a parameter, or a look-up in one."""
+        """Return whether a node multiplies by a parameter (linear, convolution) or looks up rows of one
+        (embedding).
+        """
         if not is_kind(node, *_WEIGHTED) or not is_float(node):
             return False
         given = arguments(node)
         weight = given.get("weight", given.get("mat2"))
-        return isinstance(weight, Node) and _origin(weight).name in self.capture.parameters
+        return isinstance(weight, Node) and _find_origin(weight).name in self.capture.parameters
 
     def _find_interior(self) -> set[Node]:
-        """Find the inputs of products of two activations, and their sources back to layers with weights."""
+        """Find the nodes between weighted layers and products of two activations: attention's queries,
+        keys, values.
+
+        Both operands of a product need one dtype, so these nodes stay in 16 bits.
+        """
         found: set[Node] = set()
         waiting = [x for n in self.nodes if self._is_functional(n) for x in n.all_input_nodes]
         while waiting:
@@ -235,14 +265,16 @@ class _Reader:
         return found
 
     def _is_functional(self, node: Node) -> bool:
-        """Return whether an operation multiplies two activations in the narrow dtype."""
+        """Return whether a node multiplies two activations in the matrices' dtype, as attention does."""
         if node in self.weighted or not is_float(node):
             return False
         is_product = count_node_flops(node) > 0 or is_kind(node, "einsum")
         return is_product and node.meta["val"].dtype == self.capture.dtype
 
     def _is_writer(self, node: Node) -> bool:
-        """Return whether a result reaches a sum of two values, or a norm, outside its module."""
+        """Return whether a layer's result is added to the residual stream: it reaches a sum or norm
+        outside its module.
+        """
         path, seen, waiting = module_path(node), {node}, [node]
         if not path or node in self.interior:
             return False
@@ -258,14 +290,20 @@ class _Reader:
         return False
 
     def _stays_narrow(self, node: Node) -> bool:
-        """Return whether a parameter is a matrix, the bias of one, or read inside attention."""
+        """Return whether a parameter must stay in 16 bits: a matrix, its bias, or one that attention
+        reads.
+        """
         if node in self.interior or any(user in self.weighted for user in node.users):
             return True
-        return any(_origin(x) is node for user in self.weighted for x in user.all_input_nodes)
+        return any(_find_origin(x) is node for user in self.weighted for x in user.all_input_nodes)
 
 
 def _find_embedding(module: torch.nn.Module, readers: Sequence[_Reader]) -> set[str]:
-    """Find linears outside lists of blocks that multiply one row for each picture in every call."""
+    """Find linears outside lists of blocks that multiply one row for each picture, as a timestep's
+    embedding does.
+
+    They are so cheap that they can stay in fp32.
+    """
     lists = [x for x, part in module.named_modules() if isinstance(part, torch.nn.ModuleList)]
     single, many = set[str](), set[str]()
     for reader in readers:
@@ -278,13 +316,16 @@ def _find_embedding(module: torch.nn.Module, readers: Sequence[_Reader]) -> set[
 
 
 def _find_bare_readers(readers: Sequence[_Reader]) -> set[str]:
-    """Find the cheapest layers that read the residual stream itself, up to `MOST_WIDE_FLOPS` in a call."""
+    """Find the cheapest layers that read the residual stream without a norm, to be kept in fp32.
+
+    Together they do at most the share `MOST_WIDE_FLOPS` of any call's work.
+    """
     found: set[str] = set()
     for reader in readers:
         flops = {node: count_node_flops(node) for node in reader.nodes}
         bare = defaultdict[str, float](float)
         for node in reader.weighted:
-            if is_kind(node, "linear", *CONVOLUTIONS) and _is_bare(node):
+            if is_kind(node, "linear", *CONVOLUTIONS) and _reads_stream(node):
                 bare[module_path(node)] += flops[node]
         left = MOST_WIDE_FLOPS * sum(flops.values())
         for path, work in sorted(bare.items(), key=lambda item: item[::-1]):
@@ -294,8 +335,10 @@ def _find_bare_readers(readers: Sequence[_Reader]) -> set[str]:
     return found
 
 
-def _is_bare(layer: Node) -> bool:
-    """Return whether a layer reads a sum of two activations without a norm between."""
+def _reads_stream(layer: Node) -> bool:
+    """Return whether a layer reads a sum of two activations, the residual stream, without a norm
+    between.
+    """
     read = _trace(arguments(layer).get("input"))
     return any(
         _sums(node) and not is_kind(node, *_SUMMING) and not _shifts_norm(node) for node in read
@@ -303,12 +346,14 @@ def _is_bare(layer: Node) -> bool:
 
 
 def _shifts_norm(total: Node) -> bool:
-    """Return whether a sum is a norm's output that is scaled and shifted."""
+    """Return whether a sum is a norm's output that is scaled and shifted, and so no residual stream."""
     return any(is_kind(x, *_SUMMING) for y in total.all_input_nodes for x in _trace(y, "multiply"))
 
 
 def _trace(value: object, *kinds: str) -> set[Node]:
-    """Find the sources of a value, back through rearrangements and operations of these kinds."""
+    """Find the nodes from which a node's elements come, back through views and operations of these
+    kinds.
+    """
     found: set[Node] = set()
     waiting = [value]
     while waiting:
@@ -323,15 +368,17 @@ def _trace(value: object, *kinds: str) -> set[Node]:
 
 
 def _has_floats(node: Node) -> bool:
-    """Return whether a value, or one in a list of parts such as query, key and value, is floating."""
+    """Return whether a node's result is a floating tensor, or a list (query, key and value) with one."""
     parts = node.meta.get("val")
     if not isinstance(parts, (tuple, list)):
         return is_float(node)
     return any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in parts)
 
 
-def _origin(node: Node) -> Node:
-    """Return the source of a value before views, casts and other operations with one input."""
+def _find_origin(node: Node) -> Node:
+    """Follow a node back through views, casts and other operations with one input; return the first
+    that has several.
+    """
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node
@@ -349,8 +396,11 @@ def _is_pinned(node: Node) -> bool:
     return found is not None and found.exponent == "pinned"
 
 
-def _first(module: torch.nn.Module) -> set[str]:
-    """Return the name of the first floating parameter, whose dtype a model's class reports as its own."""
+def _find_first_parameter(module: torch.nn.Module) -> set[str]:
+    """Return the name of the first floating parameter, which must keep its dtype; a set of one.
+
+    A model's class reports this parameter's dtype as the model's own.
+    """
     floats = (n for n, x in name_parameters(module).items() if x.is_floating_point())
     return {next(floats, "")}
 

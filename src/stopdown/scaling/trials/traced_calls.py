@@ -1,4 +1,7 @@
-"""Calls of one component, each captured once: exponents from its weights alone, and their signature."""
+"""Find scale exponents for a module's example calls from the weights alone, without running the module.
+
+Each call is captured once, also for a signature of its graph and for a certificate file.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ from stopdown.scaling_records import ResidualStream, Scaling
 
 
 class TracedCalls:
-    """The calls of one component, with their captures, each of which is made once.
+    """Example calls of one module, from whose graphs and weights exponents with proven bounds are found.
+
+    Each call is captured once.
 
     Examples:
         >>> from stopdown.module_calls.callee import Callee
@@ -49,14 +54,18 @@ class TracedCalls:
     def capture(
         self, stream: ResidualStream | None
     ) -> list[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]]:
-        """Return each call's capture for a residual stream, with the call's arguments.
+        """Return the graph of each call with its residual stream cast as given, and the call's arguments.
+
+        Args:
+            stream: casts that keep the residual stream in fp32; None for none.
 
         Cost: a capture for each call (seconds) that has none yet.
         """
         return [(self.captures.take(x, stream), *x[1:]) for x in self.calls]
 
     def sign(self) -> tuple[object, ...]:
-        """Return a signature of the calls' graphs at their sizes.
+        """Return a signature of the calls' graphs and sizes; a stored result holds for calls with an
+        equal one.
 
         Raises:
             CaptureError: the code cannot be traced.
@@ -70,7 +79,8 @@ class TracedCalls:
         return tuple(signs)
 
     def certify(self, residual: str, load: Load, *, hands_over: bool = False) -> Scaling:
-        """Find exponents from bounds, with an fp32 residual stream if requested and possible.
+        """Find scale exponents that proven bounds rest on, with the residual stream in fp32 if
+        requested and possible.
 
         Args:
             residual: `native` or `fp32`.
@@ -112,13 +122,13 @@ class TracedCalls:
         tied: Mapping[str, tuple[str, ...]],
         load: Load,
     ) -> dict[str, Any]:
-        """Export the calls as rules of the checker, as `export_graphs` does."""
+        """Write the calls as rules for the checker `stopdown_verify`, as `export_graphs` does."""
         captured = self.capture(scaling.stream)
         return export_graphs(self.module, scaling, captured, tensors, tied, load)
 
 
 def _price(scaling: Scaling) -> tuple[float, ...]:
-    """Return the cost of exponents as a sort key.
+    """Return the cost of a scaling as a sort key; the lower one is preferred.
 
     In order: FLOPs and modules in fp32, multiplies, values without a bound, and bits scaled down.
     """

@@ -1,4 +1,4 @@
-"""Trial of candidate exponents: run the module with them in fp32, then cast as it will run.
+"""Try scale exponents on the module itself: run its calls with them in fp32, then in fp16, and compare.
 
 In fp32 every bit of the outputs must be unchanged; autocast that the code enters is disabled for that.
 After the cast, each call must return the same containers and shapes, only finite values, and no larger
@@ -8,6 +8,7 @@ into a list among its arguments, is the same call every time.
 
 **Catches** operands whose dtypes don't agree after the cast, NaN, Inf, other shapes or containers,
 outputs that differ from those of fp32.
+
 **Does not catch** other calls than these. Some are reported as untried: calls of more than
 `MOST_FLOPS_ON_CPU` on a CPU, and operations that the device lacks in fp16. Calls that draw noise are
 run but not compared, as noise differs by format.
@@ -52,7 +53,7 @@ MOST_FLOPS_ON_CPU = 2e13
 
 @dataclass(frozen=True)
 class Run:
-    """One call of the unchanged module.
+    """Output of one call of a module before anything was changed, to compare a trial with.
 
     Attributes:
         output: what it returned.
@@ -83,7 +84,10 @@ class Reference:
 
 
 def run_reference(module: torch.nn.Module, calls: Sequence[PlainCall]) -> Reference:
-    """Run calls of the unchanged module; if it is in fp32, also run those to be tried in bf16.
+    """Run calls of the unchanged module, whose outputs a trial is compared with; if in fp32, run them
+    in bf16 too.
+
+    bf16's error is the largest that a trial in fp16 may have.
 
     Raises:
         ScalingError: if it doesn't run in fp32, or if its result depends on state kept between calls.
@@ -108,7 +112,14 @@ def run_reference(module: torch.nn.Module, calls: Sequence[PlainCall]) -> Refere
 def _refuse_kept_state(
     module: torch.nn.Module, call: PlainCall, run: Run, kept: KeptState, *, is_fp32: bool
 ) -> None:
-    """Raise an error for a module whose first call returns other values when repeated, due to kept state.
+    """Raise an error if a module's first call returns other values when repeated, as it keeps state
+    between calls.
+
+    A trial couldn't be compared then.
+
+    Args:
+        run: result of the call.
+        kept: state of the module before the call.
 
     Cost: a forward if the first call wrote any state.
     """
@@ -141,7 +152,7 @@ def _explain_refusal(module: torch.nn.Module, error: Exception) -> ScalingError:
 
 
 def try_scaling(module: torch.nn.Module, scaling: Scaling, reference: Reference) -> Trial:
-    """Apply a scaling to a module, run its calls in fp32 and in fp16, and undo the scaling.
+    """Put a scaling on a module, run the reference's calls in fp32 and in fp16, and take the scaling off.
 
     Raises:
         TrialError: if a call raises in fp16, or if its output is not that of fp32.
@@ -168,7 +179,11 @@ def _run_counted(module: torch.nn.Module, call: PlainCall, *, is_fp32: bool) -> 
 
 
 def count_layer_flops(layer: Any, given: torch.Tensor, output: torch.Tensor) -> float:
-    """Count the FLOPs of one call of a linear or convolution, without the bias."""
+    """Count the FLOPs of one call of a linear or convolution, without the bias.
+
+    Args:
+        given, output: input and output tensor of the call.
+    """
     shapes = {"input": given.shape, "weight": layer.weight.shape}
     is_transposed = getattr(layer, "transposed", False)
     return count_flops("linear", shapes, output.shape, transposed=is_transposed)
@@ -176,7 +191,9 @@ def count_layer_flops(layer: Any, given: torch.Tensor, output: torch.Tensor) -> 
 
 @contextmanager
 def _counting(module: torch.nn.Module) -> Iterator[list[float]]:
-    """Append the FLOPs of each call of a linear or convolution in the block to the list that is yielded."""
+    """Count FLOPs inside the block: append those of each linear or convolution call to the list that is
+    yielded.
+    """
     counts: list[float] = []
 
     def count(part: Any, args: Any, output: torch.Tensor) -> None:
@@ -193,7 +210,9 @@ def _counting(module: torch.nn.Module) -> Iterator[list[float]]:
 def _add_bf16(
     module: torch.nn.Module, calls: Sequence[PlainCall], runs: Sequence[Run]
 ) -> list[Run]:
-    """Return the runs with bf16's error, if any of them will be tried and compared."""
+    """Return the runs with the error that bf16 has in them; unchanged if none of them will be tried and
+    compared.
+    """
     if not any(_may_run(module, run) and not run.draws for run in runs):
         return list(runs)
     with cast_(module, torch.bfloat16):
@@ -235,7 +254,8 @@ def _run_cast(module: torch.nn.Module, call: PlainCall, dtype: torch.dtype) -> A
 
 
 class WideProducts(TorchFunctionMode):
-    """Torch function mode that computes 16-bit linears and convolutions on a CPU in fp32 and rounds once.
+    """Torch function mode that computes 16-bit linears and convolutions on a CPU in fp32 and rounds the
+    result.
 
     Accelerators sum in fp32 too, and a CPU without instructions for a format takes many times as long
     in it. Operands of several dtypes go to the kernel, which refuses them. In a trace the code's own
@@ -286,7 +306,9 @@ def _demand_equal(module: torch.nn.Module, reference: Reference) -> None:
 
 
 def _find_shared_memory(module: torch.nn.Module) -> tuple[str, ...]:
-    """Return the names of two separate parameters whose memory overlaps, or ()."""
+    """Return the names of two parameters whose memory overlaps, so that scaling one changes both; () if
+    none do.
+    """
     ends: dict[int, list[tuple[int, int, str]]] = {}
     for name, weight in module.named_parameters():
         if weight.numel() and not is_away(weight):
@@ -349,12 +371,18 @@ def _try_calls(module: torch.nn.Module, reference: Reference) -> Trial:
 
 
 def _lacks_kernel(error: Exception) -> bool:
-    """Return whether an error means that the device lacks a kernel; torch 2.6.0 raises a RuntimeError."""
+    """Return whether an error means that the device lacks a kernel for a dtype; torch 2.6.0 raises a
+    RuntimeError.
+    """
     return isinstance(error, NotImplementedError) or "not implemented for '" in str(error)
 
 
 def _demand_alike(output: Any, run: Run) -> None:
-    """Check that a call returns fp32's containers, shapes and types, and only finite values."""
+    """Check that a trial's call returns the containers, shapes and types of fp32, and only finite values.
+
+    Raises:
+        TrialError: if not.
+    """
     leaves, spec = pytree.tree_flatten(output)
     before, known = pytree.tree_flatten(run.output)
     tensors, wanted = list(iterate_tensors(output)), list(iterate_tensors(run.output))

@@ -1,14 +1,15 @@
-"""Check whether exponents hold for a call other than those solved for, and how its ends must be scaled.
+"""Decide whether folded exponents also hold for a call that they weren't solved for.
 
 The equations of the call's graph are stated, with every parameter, eps and multiply fixed at its
 exponent. If they have a solution, the call is right with the exponents that the solution has for its
-arguments and outputs: an optional input that is added to a scaled value is multiplied by a power of two
-before the call, and a scaled output is multiplied back. If they have none, the call needs other
+arguments and outputs: an optional input that is added to a scaled activation is multiplied by a power
+of two before the call, and a scaled output is multiplied back. If they have none, the call needs other
 exponents.
 
 **Catches** every operation between the arguments and the outputs of the call, by the rules with which
 exponents are solved.
-**Does not catch** how large its values are: nothing is measured.
+
+**Does not catch** how large its activations are: nothing is measured.
 """
 
 from __future__ import annotations
@@ -71,10 +72,13 @@ def find_ends(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> CallEnds | None:
-    """Find the exponents of a call's inputs and outputs with which a scaling holds; None if none do.
+    """Find the powers of two for a call's arguments and outputs with which it is right on scaled weights.
+
+    Return None if there are none.
 
     Args:
         module: the module without exponents; its weights may be on `meta`.
+        scaling: exponents that are folded into the weights.
         capture: capture of the call with the scaling's residual stream.
 
     Cost: the equations of one graph; no tensor value is read.
@@ -111,7 +115,10 @@ def _fix_all(
     scaling: Scaling,
     capture: Capture,
 ) -> bool:
-    """Fix the exponents of everything that is folded; return False if one contradicts the call's graph."""
+    """Set the unknown exponents of parameters, eps and multiplies to those that are folded.
+
+    Return False if the call's graph contradicts one.
+    """
     folds, named = list_folds(scaling.exponents), name_parameters(module)
     for name, unknown in problem.parameters.items():
         bare, place = split_fold_name(name)
@@ -133,13 +140,18 @@ def _fix_all(
 
 
 def _list_read(capture: Capture) -> list[str]:
-    """List the names of the parameters and buffers that a call reads."""
+    """List the names of the parameters and buffers that a captured call reads."""
     held = (node for node in capture.graph.graph.nodes if node.op == "placeholder" and node.users)
     return [capture.parameters[node.name] for node in held if node.name in capture.parameters]
 
 
 def _read_exponent(folds: Folds, place: Place, shape: tuple[int, ...]) -> int | None:
-    """Return the exponent of a block of rows or columns; None if it has several."""
+    """Return the exponent that is folded into a block of rows or columns; None if the block has several.
+
+    Args:
+        folds: blocks of the parameter and their exponents.
+        shape: the parameter's shape.
+    """
     if not folds:
         return 0
     rows = spread_rows(folds, shape[0] if shape else 1)
@@ -158,7 +170,10 @@ def _sort_inputs(
     kwargs: Mapping[str, Any],
     signatures: Collection[str],
 ) -> list[int]:
-    """Return the indices of a call's tensors, with arguments that the measured calls had first."""
+    """Return the indices of a call's tensors in the order in which their free scale exponents are set to 0.
+
+    Arguments that the measured calls had come first, so that rather a new one is multiplied.
+    """
     flat, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
     paths = [path for path, x in flat if isinstance(x, torch.Tensor)]
     known = " ".join(signatures)
@@ -171,7 +186,7 @@ def _sort_inputs(
 
 
 class _Exponents:
-    """Partial solution of the equations between exponents."""
+    """Exponents found so far, and the equations that are left to solve."""
 
     def __init__(self, system: System) -> None:
         self._rows, self._system = system.reduced(), system
@@ -181,23 +196,27 @@ class _Exponents:
         return self._known.get(self._system.find(unknown), 0)
 
     def fix(self, unknown: int, exponent: int) -> bool:
-        """Set the exponent of an unknown; return False if it already has another one."""
+        """Set the scale exponent of an unknown; return False if it already has another one."""
         return self._known.setdefault(self._system.find(unknown), exponent) == exponent
 
     def settle(self, unknown: int) -> bool:
-        """Set an undetermined exponent to 0; return whether no equation is violated."""
+        """Set an exponent to 0 unless the equations determine it; return whether no equation is
+        violated.
+        """
         self._known.setdefault(self._system.find(unknown), 0)
         return self.spread()
 
     def settle_rest(self) -> bool:
-        """Set the undetermined exponents of all equations to 0; return whether no equation is violated."""
+        """Set all exponents that the equations leave open to 0; return whether no equation is violated."""
         while self._rows:
             if not self.settle(next(x for x in self._rows[0] if x not in self._known)):
                 return False
         return True
 
     def spread(self) -> bool:
-        """Derive exponents from the known ones; return False if an equation is violated."""
+        """Derive exponents from the known ones by equations with one unknown; return False if one is
+        violated.
+        """
         is_new = True
         while is_new:
             is_new, rest = False, []

@@ -1,4 +1,4 @@
-"""Check, before each call of a rescaled module, whether its exponents hold for the call's signature.
+"""Check, before each call of a module with folded exponents, whether they hold for a call like that.
 
 An outermost layer compares the signature and sizes of a call with those for which the exponents were
 solved. Other sizes are compared once, by a run without values: folded tensors have to be read in the
@@ -12,6 +12,7 @@ sizes, flags and outputs, and with other attributes, parts and code of the modul
 alone; non-finite results of unmeasured signatures; tensors that a call stores in its caller's
 containers and caches; weights that were rewritten; gradients of folded weights, and backward passes
 after the exponents have changed.
+
 **Does not catch** what `call_signatures`, `readings` and `module_settings` do not; sizes that change
 the path of code that reads tensor values; what `torch.compile` made of the module, if another module
 calls it, and calls inside other compiled code; a part that is called by `part.forward(...)`, while
@@ -153,7 +154,7 @@ class WatchOptions:
 
 
 class _Thread(threading.local):
-    """Per-thread state: the watch and the scaling of a call with an unmeasured signature."""
+    """Per-thread state: the watch and the powers of two of a call that has to be multiplied at its ends."""
 
     scaled: tuple[CallWatch, CallEnds] | None = None
 
@@ -187,10 +188,12 @@ class CallWatch(SameInCopies):
         *,
         casts: bool = True,
     ) -> None:
-        """Prepare the checks; `put_on` starts them.
+        """Prepare to check a module's calls; `put_on` starts.
 
         Args:
             module: the module, before the exponents are folded in.
+            scaling: the exponents.
+            options: names and repairs.
             casts: whether the module is cast as well.
         """
         self.module, self.scaling, self._options, self._casts = module, scaling, options, casts
@@ -216,11 +219,12 @@ class CallWatch(SameInCopies):
         *,
         casts: bool = True,
     ) -> None:
-        """Apply exponents to a module so that calls are refused for which they don't hold.
+        """Put scale exponents on a module, and refuse or repair calls for which they don't hold.
 
         Args:
             put: folds the exponents in and casts the module; its patches undo that.
             patches: undoes everything.
+            options: names and repairs.
             casts: whether the module is cast as well.
         """
         if scaling.exponents or scaling.multiplies or scaling.eps or scaling.outputs:
@@ -230,7 +234,10 @@ class CallWatch(SameInCopies):
 
     @staticmethod
     def find(module: torch.nn.Module) -> CallWatch | None:
-        """Return the current watch of a module; another thread may have replaced it since a call began."""
+        """Return the watch that checks a module's calls; None if the module has no folded exponents.
+
+        Another thread may have replaced it since a call began.
+        """
         watch: CallWatch | None = vars(module).get(_WATCH)
         if watch is None or watch.module is not module:
             return None
@@ -239,7 +246,7 @@ class CallWatch(SameInCopies):
 
     @staticmethod
     def scale_ends(module: torch.nn.Module, call: ComponentCall) -> Any:
-        """Make a call, and multiply its arguments and outputs if the exponents need that for its signature.
+        """Make a call, and multiply its arguments and outputs by powers of two if its signature needs that.
 
         This layer is next to the module, inside casts and a guard. So a guard stores, repairs and compares
         the caller's unscaled values. A replay with other exponents passes through here too, and is not
@@ -259,7 +266,7 @@ class CallWatch(SameInCopies):
         return self._options.name or type(self.module).__name__
 
     def put_on(self, put: Callable[[Patches], None], patches: Patches) -> None:
-        """Fold the exponents in and check calls, until `patches` is undone.
+        """Fold the scale exponents in and start to check calls, until `patches` is undone.
 
         Args:
             put: folds the exponents in and casts the module; its patches undo that.
@@ -272,8 +279,8 @@ class CallWatch(SameInCopies):
             torch.compiler.reset()  # compiled without these hooks
         self._own.set_attribute(self.module, _WATCH, self)
         lock = find_lock(self.module)
-        self._own.set_attribute(lock, "begin", _call_while_alive(self._begin))
-        self._own.set_attribute(lock, "end", _call_while_alive(self._end))
+        self._own.set_attribute(lock, "begin", _call_while_alive(self._prepare_calls))
+        self._own.set_attribute(lock, "end", _call_while_alive(self._finish_calls))
         if "__reduce_ex__" not in vars(self.module):
             self._own.set_attribute(self.module, "__reduce_ex__", CopyHook(self.module))
         self.follow()
@@ -283,7 +290,7 @@ class CallWatch(SameInCopies):
             if callable(getattr(self.module, method, None)):
                 self._put_layer(method, method)
         put_layer(self.module, "compile", self._compile, self._own, Rank.EXPONENTS)
-        listen(self._meet, self._own)
+        listen(self._intercept_wrapper, self._own)
         self._own.set_attribute(self.module, "_replicate_for_data_parallel", self._refuse_replicas)
         for part in find_folded_parts(self.module, self.scaling.exponents):
             self._own.set_attribute(part, "stopdown_copies", _PartCopies(self))
@@ -291,19 +298,24 @@ class CallWatch(SameInCopies):
         self.known.settings.note()
 
     def accept_settings(self) -> None:
-        """Accept the module's present settings as those for which exponents were solved."""
+        """Accept the module's present attributes and code as those for which scale exponents were solved.
+
+        Calls would be traced again otherwise.
+        """
         self.known.settings.note()
 
-    def note_arrived(self) -> None:
-        """Know the weights of the module that arrived after its exponents were put on."""
-        self.weights.note_arrived()
+    def note_late_weights(self) -> None:
+        """Record weights that were loaded after the scale exponents were put on, so that later changes are
+        found.
+        """
+        self.weights.note_late_weights()
 
     def take_help(self, options: WatchOptions) -> None:
-        """Replace the options, such as when a guard comes or goes."""
+        """Replace the watch's options (names, messages, repair), when a guard comes or goes."""
         self._options = options
 
     def follow(self) -> None:
-        """Register the checks on compiled code as well, if the module has been compiled since."""
+        """Check calls of compiled code as well, if the module has been compiled since the checks began."""
         slot = find_slot(Callee("", self.module, "forward", "call"))
         slot = "_call_impl" if slot == "forward" else slot
         if slot not in self._slots:
@@ -314,17 +326,21 @@ class CallWatch(SameInCopies):
         self.follow()
 
     @contextlib.contextmanager
-    def _meet(self, module: torch.nn.Module, method: str) -> Iterator[None]:
-        """Pass calls of the module's `torch.compile` wrapper through the checks."""
+    def _intercept_wrapper(self, module: torch.nn.Module, method: str) -> Iterator[None]:
+        """Check a call of another module, made inside the block, if that is the `torch.compile` wrapper
+        of this module.
+        """
         with Patches() as layers:
             if method == "forward" and getattr(module, "_orig_mod", None) is self.module:
-                put_layer(module, "forward", self._lead_now, layers, Rank.EXPONENTS)
+                put_layer(module, "forward", self._check_wrapper_call, layers, Rank.EXPONENTS)
                 ends = partial(self.scale_ends, self.module)
                 put_layer(module, "forward", ends, layers, Rank.ENDS)
             yield
 
-    def _lead_now(self, call: ComponentCall) -> Any:
-        """Make a call with the current watch, which may have replaced this one since the call began."""
+    def _check_wrapper_call(self, call: ComponentCall) -> Any:
+        """Make a call of the `torch.compile` wrapper through the module's current watch, which may not
+        be this one.
+        """
         watch = self.find(self.module)
         return call.proceed() if watch is None else watch.lead(call)
 
@@ -339,7 +355,9 @@ class CallWatch(SameInCopies):
         )
 
     def _remove(self) -> None:
-        """Remove the exponents for good; waiting calls begin again."""
+        """Take the scale exponents off the module; calls that wait for its lock are made again from the
+        start.
+        """
         self.is_removed = True
         hide_parts(self._parts)
         self._own.undo()
@@ -362,9 +380,13 @@ class CallWatch(SameInCopies):
     def check_copy(
         self, copied: torch.nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Refuse a call of a deep copy for which its exponents don't hold; they can't be removed there.
+        """Refuse a call of a deep copy of the module for which its scale exponents don't hold; they
+        can't be removed there.
 
         A copy without weights belongs to a forecast, and runs every call.
+
+        Args:
+            method, args, kwargs: the call.
         """
         if not any(has_values(x) for x in copied.parameters()):
             return
@@ -393,7 +415,9 @@ class CallWatch(SameInCopies):
     # Around a call
 
     def lead(self, call: ComponentCall) -> Any:
-        """Check a call of code compiled from the module, in which interception layers don't run."""
+        """Check a call of the module's compiled code, in which interception layers don't run, and make
+        it.
+        """
         callee = Callee("", call.callee.owner, "forward", "decode", GENERAL_KEEPS)
         return self._enter(replace(call, callee=callee))
 
@@ -408,7 +432,8 @@ class CallWatch(SameInCopies):
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """Make a call of this thread under the module's lock, which a guard's changes wait for.
+        """Hold the module's lock for a call of this thread, so that a guard changes the module only
+        between calls.
 
         Raises:
             ReplacedError: if the exponents were removed while the call waited.
@@ -422,23 +447,29 @@ class CallWatch(SameInCopies):
             finally:
                 self._thread.is_inside = False
 
-    def _begin(self) -> None:
-        """Prepare for the first of several concurrent calls."""
+    def _prepare_calls(self) -> None:
+        """Read the module's settings, and take the checks off its parts, before the first of several
+        concurrent calls.
+        """
         if not self.is_removed:
             hide_parts(self._parts)
             self.known.settings.read()
 
-    def _end(self) -> None:
-        """Restore the state between calls, and accept the settings that the calls have changed."""
+    def _finish_calls(self) -> None:
+        """Check calls of parts again, and accept settings that calls changed, once the last of several
+        concurrent calls ends.
+        """
         if not self.is_removed:
             show_parts(self._parts)
             self.known.settings.note()
 
     def _call(self, call: ComponentCall) -> Any:
-        """Make a call if the exponents hold for it; otherwise have it repaired or refused.
+        """Make a call if the scale exponents hold for it; otherwise have a guard repair the module, or
+        raise an error.
 
         Raises:
-            ReplacedError: if a repair has replaced or removed the exponents.
+            ReplacedError: if a repair has replaced or removed the exponents, so that the call must be
+                repeated.
             ScalingError: if they don't hold for the call.
         """
         key, held, answers = self.sign(call), HeldContainers(call), list[Any]()
@@ -473,7 +504,9 @@ class CallWatch(SameInCopies):
         return self._refuse(key, call, _FILLED if is_filled and why == _NOT_FINITE else why, held)
 
     def _enter_whole(self, call: ComponentCall) -> Any:
-        """Make a direct call of `forward`, which bypasses the module's hooks, as a call of the module."""
+        """Make a direct call of `forward`, which would bypass the module's hooks, as a call of the
+        module itself.
+        """
         if self.has_call_here or getattr(self._thread, "is_led", False):
             return call.proceed()
         self._thread.is_led = True  # compiled code may reenter
@@ -483,7 +516,11 @@ class CallWatch(SameInCopies):
             self._thread.is_led = False
 
     def _track(self, call: ComponentCall, output: Any) -> Any:
-        """Raise errors in backward passes that would be wrong; report once that gradients are fp16."""
+        """Register hooks on a call's output that raise in backward passes that would be wrong; return
+        the output.
+
+        Warn once if gradients are computed in fp16.
+        """
         if not torch.is_grad_enabled() or not is_plain():
             return output
         if not self.is_removed:
@@ -516,7 +553,10 @@ class CallWatch(SameInCopies):
         return call.save(self.module, device)
 
     def sign(self, call: ComponentCall) -> Key:
-        """Return a call's signature, with settings changed since the plan, and its sizes."""
+        """Return a call's signature and sizes; exponents are known to hold for calls with equal ones.
+
+        Settings of the module that changed since the plan are part of the signature.
+        """
         others = self.known.settings.describe()
         path = find_path(call)
         owner = call.callee.owner if path else self.module
@@ -533,7 +573,12 @@ class CallWatch(SameInCopies):
         return has_layer(call.callee.owner, find_slot(call.callee), Rank.GUARD)
 
     def _call_scaled(self, ends: CallEnds, call: ComponentCall) -> tuple[bool, Any]:
-        """Make a call of an unmeasured signature; return whether its output is usable, and the output."""
+        """Make a call whose signature wasn't measured; return whether its output is right and finite,
+        and the output.
+
+        Args:
+            ends: powers of two for the call's arguments and outputs.
+        """
         if ends.inputs and len(list(_list_tensors(call))) != ends.given:
             return False, None  # not those that were traced
         if find_path(call):
@@ -557,7 +602,11 @@ class CallWatch(SameInCopies):
         return is_known and is_right, output
 
     def scale(self, ends: CallEnds, call: ComponentCall) -> Any:
-        """Multiply a call's arguments before it, and its outputs after it."""
+        """Make a call with arguments multiplied by powers of two, and divide the outputs by theirs.
+
+        Args:
+            ends: powers of two for the call's arguments and outputs.
+        """
         given = _scale_inputs(ends, call, narrows=self._casts)
         output = call_unmeasured(self.module, given.proceed)
         there = self.scaling.outputs if call.callee.method == "forward" else {}  # by its own hook
@@ -568,20 +617,24 @@ class CallWatch(SameInCopies):
 
     @property
     def is_in_force(self) -> bool:
-        """Whether the module has the exponents of this watch, even if they were applied again since."""
+        """Whether the module has this watch's scale exponents, even if they were applied again since."""
         watch: CallWatch | None = vars(self.module).get(_WATCH)
         return watch is not None and watch.scaling is self.scaling
 
     def holds_for(self, call: ComponentCall) -> bool:
-        """Return whether a call is right, unchanged, with the exponents that are on the module now."""
+        """Return whether a call is right, unchanged, with the scale exponents that the module has now."""
         return self.is_removed or self.known.verdicts.get(self.sign(call)) is PLAIN
 
     # What holds for a signature
 
     def _find_ends(self, key: Key, call: ComponentCall, held: HeldContainers) -> CallEnds:
-        """Return how a call's arguments and outputs are multiplied, or refuse it; verdicts are cached.
+        """Return the powers of two for a call's arguments and outputs, by its signature and sizes;
+        refuse it without any.
+
+        Results are cached.
 
         Args:
+            key: the call's signature and sizes.
             held: contents of the call's arguments, which are restored after a trace.
         """
         known = self.known.verdicts
@@ -601,7 +654,18 @@ class CallWatch(SameInCopies):
         return ends
 
     def _refuse(self, key: Key, call: ComponentCall, why: str, held: HeldContainers) -> NoReturn:
-        """Have a guard repair the module for calls of a signature, or raise the error that refuses them."""
+        """Have a guard repair the module for a call for which its scale exponents don't hold, or raise
+        an error.
+
+        Args:
+            key: the call's signature and sizes.
+            why: end of the error's first sentence.
+            held: contents of the call's arguments.
+
+        Raises:
+            ReplacedError: if the module was repaired, so that the call must be repeated.
+            ScalingError: if not.
+        """
         path, method, settings = find_path(call), call.callee.method, self.known.settings
         self.known.refuse(key)
         if (repair := self._options.repair) is not None:
@@ -648,9 +712,10 @@ def _call_while_alive(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def _scale_inputs(ends: CallEnds, call: ComponentCall, *, narrows: bool = False) -> ComponentCall:
-    """Multiply a call's arguments by powers of two.
+    """Return a call with its arguments multiplied by powers of two.
 
     Args:
+        ends: powers of two by index of the argument tensor.
         narrows: cast those arguments to fp16 that would have overflowed in it before.
     """
     if not ends.inputs:
@@ -672,14 +737,17 @@ def _list_tensors(call: ComponentCall) -> Iterator[torch.Tensor]:
 
 
 def _is_finite(tensors: list[torch.Tensor]) -> bool:
-    """Return whether all readable values are finite. Cost: a host read."""
+    """Return whether all elements of these tensors are finite; tensors that can't be read are skipped.
+
+    Cost: a host read.
+    """
     bounds = bound_values([x for x in tensors if is_readable(x)])
     return bounds is None or bool(bounds.isfinite().all())
 
 
 @dataclass
 class CopyHook:
-    """Replacement of a module's `__reduce_ex__`, by which deep copies check their calls.
+    """Replacement of a scaled module's `__reduce_ex__`, so that a deep copy checks its calls as well.
 
     A deep copy has the exponents and casts of the module, and such a hook of its own.
     """
@@ -720,7 +788,10 @@ class _CopyCheck(SameInCopies):
 
 
 class _CopiedMethod:
-    """Replacement of a copy's `encode` or `decode`, which pre-hooks don't intercept."""
+    """Replacement of `encode` or `decode` in a deep copy of a scaled module, which checks each call.
+
+    Pre-hooks don't intercept these methods.
+    """
 
     def __init__(self, watch: CallWatch, method: Any) -> None:
         functools.update_wrapper(self, method)
@@ -736,7 +807,9 @@ class _CopiedMethod:
 
 @dataclass
 class _PartCopies:
-    """Attribute of parts with scaled weights that warns once if one of them is copied alone."""
+    """Attribute of submodules with scaled weights: copying one without the whole module causes a
+    warning, once.
+    """
 
     watch: CallWatch
 

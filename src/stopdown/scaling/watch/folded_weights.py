@@ -1,7 +1,8 @@
-"""Check whether weights with folded exponents are unchanged and still have their original dtype.
+"""Find out, before a call, whether somebody changed or cast weights that exponents are folded into.
 
 **Catches** weights that were written into, replaced, or cast from the fp32 that the exponents need;
 gradients of folded weights.
+
 **Does not catch** weights that are written through `.data` or in inference mode, and single values of a
 matrix.
 """
@@ -26,7 +27,7 @@ from stopdown.scaling_records import Scaling
 
 
 class FoldedWeights:
-    """Record of one module's folded weights, by which later changes are found."""
+    """Record of a module's scaled weights and fp32 tensors, by which later changes are found."""
 
     def __init__(
         self, module: torch.nn.Module, scaling: Scaling, name: str, *, casts: bool
@@ -44,13 +45,13 @@ class FoldedWeights:
         self._refused = set[str]()
 
     def note(self) -> None:
-        """Record the current weights, and which tensors are in fp32, as those with folded exponents."""
-        self.note_arrived()
+        """Record the module's present weights, and its fp32 tensors, as those that must not change."""
+        self.note_late_weights()
         self._wide = list(_list_wide(self._module)) if self._casts else []
         self._refused.clear()
 
-    def note_arrived(self) -> None:
-        """Record the current weights, some of which were loaded late, as those with folded exponents."""
+    def note_late_weights(self) -> None:
+        """Record the module's present weights again, some of which were loaded after `note`."""
         self._weights = list(_list_weights(self._module, self._scaling))
 
     @property
@@ -59,14 +60,17 @@ class FoldedWeights:
         return any(x.tensor.itemsize == 2 for x in self._weights)
 
     def refuse_gradients(self, patches: Patches) -> None:
-        """Have backward passes that reach a folded weight raise an error, until `patches` is undone."""
+        """Have backward passes raise an error that reach a scaled weight, until `patches` is undone.
+
+        Its gradient would be that of another weight.
+        """
         for known in self._weights:
             if known.tensor.requires_grad and known.name not in self._refused:
                 self._refused.add(known.name)
                 refuse_gradient(known.tensor, f"{known.name} of {self._name}", patches)
 
     def check(self) -> None:
-        """Raise an error if folded weights were rewritten, or if required fp32 tensors were cast.
+        """Raise an error if scaled weights were rewritten, or tensors that must be fp32 were cast.
 
         Cost: two comparisons for each folded tensor; a host read only if something changed.
         """
@@ -95,7 +99,7 @@ class FoldedWeights:
 
 @dataclass
 class _Weight:
-    """A tensor with a folded exponent, as recorded.
+    """A tensor with a folded exponent, as recorded, to be compared with the module's tensor later.
 
     Attributes:
         name: its name in the module.
@@ -117,7 +121,7 @@ class _Weight:
         return tensor is not self.tensor or count_writes(tensor) != self.version
 
     def accept(self) -> bool:
-        """Return whether the current tensor has the recorded values, or none here, and record it if so.
+        """Return whether the module's tensor still has the recorded values, or none here; if so, record it.
 
         Cost: a host read.
         """
@@ -134,7 +138,7 @@ class _Weight:
 
 
 def _list_wide(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the name, holder and key of each fp32 parameter and buffer."""
+    """Yield the name, holding dict and key of each fp32 parameter and buffer of a module."""
     for path, part in module.named_modules():
         for holder in (part._parameters, part._buffers):
             for key, tensor in holder.items():
@@ -154,7 +158,7 @@ def _list_weights(module: torch.nn.Module, scaling: Scaling) -> Iterator[_Weight
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy at least one value from each row and each column of a weight to the host.
+    """Copy at least one element from each row and each column of a weight to the host, to compare it later.
 
     Cost: an operation and a host read.
     """
@@ -164,6 +168,8 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _are_alike(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Return whether samples are equal in the narrower of their dtypes."""
+    """Return whether two samples of a weight are equal once both are rounded to the narrower of their
+    dtypes.
+    """
     narrow = min(before.dtype, now.dtype, key=lambda x: x.itemsize)
     return torch.equal(before.to(narrow), now.to(narrow))

@@ -1,4 +1,4 @@
-"""Cache of verdicts on whether exponents hold, by call signature and sizes, from the equations of graphs.
+"""Remember for which calls a module's folded exponents hold, by signature and sizes.
 
 Calls for which exponents were solved are known to hold. A call with other sizes is run once without
 values: it has to read the folded tensors in the same way (`readings`). A call with another signature,
@@ -44,7 +44,7 @@ _MOST_ANSWERS = 8
 
 @dataclass
 class _Kind:
-    """Verdict on the calls of one signature.
+    """Whether the exponents hold for calls of one signature, and the sizes that were examined.
 
     Attributes:
         ends: how the arguments and outputs of such calls are multiplied; None if the exponents don't
@@ -65,7 +65,7 @@ Key = tuple[str, Sizes]
 
 
 class KnownCalls:
-    """Verdicts on whether one module's exponents hold for its calls.
+    """Decides whether a module's folded exponents hold for a call, and remembers it.
 
     Attributes:
         settings: settings of the module, which are copied to the module that is traced.
@@ -74,10 +74,11 @@ class KnownCalls:
     """
 
     def __init__(self, module: torch.nn.Module, scaling: Scaling) -> None:
-        """Record the calls for which the scaling was solved.
+        """Record the calls for which a scaling was solved as those for which it holds.
 
         Args:
             module: the module without exponents.
+            scaling: the exponents.
         """
         self._scaling, self.settings = scaling, ModuleSettings(module)
         self._kinds = {
@@ -98,11 +99,15 @@ class KnownCalls:
         self._skeleton = _copy_without_weights(module)
 
     def reads_values(self, key: Key) -> bool:
-        """Return whether the code of calls with this signature reads tensor values."""
+        """Return whether the code of calls with this signature reads tensor values as Python numbers
+        (`.item()`).
+
+        Its path may then differ from call to call.
+        """
         return key[0] in self._reading
 
     def refuse(self, key: Key) -> None:
-        """Record that the exponents don't hold for calls with this signature and sizes."""
+        """Remember that the scale exponents don't hold for calls with this signature and sizes."""
         self.verdicts[key] = None
         kind = self._kinds.get(key[0])
         if kind is None or kind.sizes in ([], [key[1]]):  # so not for other sizes either
@@ -111,7 +116,12 @@ class KnownCalls:
     def holds_for_copy(
         self, key: Key, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Return whether a call of a deep copy, which keeps its exponents, is right unchanged."""
+        """Return whether a call of a module's deep copy, which has the same scale exponents for good, is
+        right unchanged.
+
+        Args:
+            key: signature and sizes of the call.
+        """
         if key not in self._of_copies:
             found = self.verdicts.get(key) or self.find_ends(key, method, args, kwargs)
             self._of_copies[key] = found
@@ -119,7 +129,11 @@ class KnownCalls:
         return ends is not None and ends.is_plain
 
     def holds_for_read(self, key: Key, answers: Answers, call: ComponentCall) -> bool:
-        """Return whether the exponents hold for a call whose Python code branched on these tensor values.
+        """Return whether the scale exponents hold for a call whose Python code branched on tensor values.
+
+        Args:
+            key: signature and sizes of the call, with the values.
+            answers: the values.
 
         Cost: a capture for values that were not read before, up to `_MOST_ANSWERS` times per signature.
         If values never changed the path by then, later ones are assumed not to.
@@ -140,7 +154,12 @@ class KnownCalls:
     def find_ends(
         self, key: Key, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = ""
     ) -> CallEnds | None:
-        """Find how a call's arguments and outputs must be multiplied; None if the scaling can't hold.
+        """Return the powers of two for a call's arguments and outputs; None if the exponents can't hold
+        for it.
+
+        Args:
+            key: signature and sizes of the call.
+            path: submodule that is called; "" for the module.
 
         Cost: a run without values for new sizes that read folded tensors as others of the signature
         did; else a capture.
@@ -168,7 +187,10 @@ class KnownCalls:
     def _read(
         self, kind: _Kind, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str
     ) -> frozenset[int] | None:
-        """Record how a call, and once the first of its signature, reads folded tensors; None if unknown."""
+        """Record, without tensor values, how a call reads folded tensors; None if its code needs values.
+
+        The first time for a signature, calls of its examined sizes are recorded too, to compare with.
+        """
         skeleton = self._skeleton
         if skeleton is None or not kind.is_read or self.settings.is_other_code:
             return None
@@ -200,12 +222,14 @@ class KnownCalls:
         is_short: bool = True,
         answers: Answers = (),
     ) -> CallEnds | None:
-        """Find, from the equations of its graph, how a call's arguments and outputs must be multiplied.
+        """Trace a call and find, from its graph's equations, the powers of two for its arguments and
+        outputs.
 
-        Return None if the scaling can't hold, or if the call can't be traced.
+        Return None if the exponents can't hold, or if the call can't be traced.
 
         Args:
             answers: tensor values that its code read.
+            path: submodule that is called; "" for the module.
             is_short: trace only the first frames of a video, if possible.
         """
         skeleton = self._skeleton
@@ -229,7 +253,13 @@ class KnownCalls:
         return None  # such calls can't be checked
 
     def describe_difference(self, key: Key, method: str, *, names_sizes: bool = True) -> str:
-        """Describe how a call differs: `with hidden=True, without mask[2d]`, or `with sizes 1x16, 4`."""
+        """Describe how a call differs from the known ones: `with hidden=True, without mask[2d]`, or
+        `with sizes 1x16, 4`.
+
+        Args:
+            key: signature and sizes of the call.
+            names_sizes: list the sizes if only they differ.
+        """
         signature, sizes = key
         if signature not in self._scaling.signatures:
             return describe_difference(signature, self._scaling, method)
@@ -239,7 +269,9 @@ class KnownCalls:
 
 
 def _copy_without_weights(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Copy the module with its weights on `meta`, for tracing; return None if it can't be copied."""
+    """Copy a module with its weights on `meta`, so that calls can be traced on it; None if it can't be
+    copied.
+    """
     memo = detach_derived(module)
     for tensor in name_parameters(module).values():
         empty = torch.empty_like(tensor, device="meta")
@@ -258,7 +290,7 @@ def _empty(own: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cast_arguments(call: ComponentCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call as a component in fp16 receives them."""
+    """Return the arguments of a call with the casts to fp16 that a component in fp16 gets."""
     collect = lambda *args, **kwargs: (args, kwargs)  # noqa: E731 - in the place of the component
     given: tuple[tuple[Any, ...], dict[str, Any]] = replace(call, below=collect).proceed_in(
         torch.float16
@@ -267,12 +299,16 @@ def cast_arguments(call: ComponentCall) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 def find_path(call: ComponentCall) -> str:
-    """Return the path of the submodule that is called directly, not by its parent; "" for the module."""
+    """Return the path of the submodule that a call calls directly, not through its parent; "" for the
+    whole module.
+    """
     return call.callee.component_name if call.callee.stage == "part" else ""
 
 
 def describe_difference(signature: str, scaling: Scaling, method: str) -> str:
-    """Describe how a signature differs from the nearest known one: `with hidden=True, without mask[2d]`."""
+    """Describe how a call signature differs from the nearest one of a scaling: `with hidden=True,
+    without mask[2d]`.
+    """
     parts = _list_parts(signature)
     known = [_list_parts(x) for x in scaling.signatures if x.startswith(f"{method}(")]
     if not known:
