@@ -295,7 +295,7 @@ def save_planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tupl
     return save
 
 
-PROGRESS = re.compile(r"^\w.*: elapsed [\d:]+(, left [\d:]+)?\n", re.MULTILINE)
+PROGRESS = re.compile(r"^\w.* \([\d:]+(, [\d:]+ left)?\)\n", re.MULTILINE)
 """A line by which a command shows where no terminal is how far it has come."""
 
 

@@ -132,7 +132,7 @@ def test_the_autoencoder_of_svd_stays_in_fp32() -> None:
     vae = next(o for o in found if o.model.startswith("SVD") and o.component == "vae")
     assert (vae.precision, vae.reason) == (
         "fp32",
-        "Its config says force_upcast: in fp16 its values overflow.",
+        "Its config sets force_upcast, because it overflows in fp16.",
     )
 
 
@@ -306,7 +306,7 @@ def test_the_page_of_a_profile(run: Run) -> None:
         r"of 14\.6 GiB on the device and 21\.5 GiB of host memory,", " ".join(out.split())
     )
     assert "(from its profile; nothing was measured)" in out
-    assert "Known faults of this device" in out
+    assert "Known problems with this device" in out
     assert "allow_fp16_reduced_precision_reduction" in out
 
 

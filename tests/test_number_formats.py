@@ -71,7 +71,7 @@ def test_an_unknown_precision_is_refused(text: str) -> None:
         parse_precision(text)
     assert str(caught.value) == (
         f"The precision {text!r} is unknown. Known values are fp32, bf16, fp16, auto, and the "
-        'path of a plan, such as plan.json. Write for example precision="fp16", or '
+        'path of a plan, such as plan.json. For example: precision="fp16", or '
         'precision="transformer=bf16,vae=fp32".'
     )
 

@@ -1,4 +1,4 @@
-"""Half precision, whole picture: image and video diffusion models in half precision.
+"""Image and video diffusion models in half precision, without black frames or NaN.
 
     import stopdown
 

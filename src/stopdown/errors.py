@@ -8,7 +8,7 @@
     │   ├── SourceError            a model that is missing, damaged or refused
     │   ├── OutputError            a file that cannot be written
     │   └── PlanError              a plan that does not belong to this checkpoint, or is damaged
-    ├── NonFiniteError             a component gave NaN or Inf
+    ├── NonFiniteError             a component returned NaN or Inf
     ├── CaptureError               a module cannot be captured as a graph
     └── ScalingError               no exponents keep a module in range
         └── TrialError             with its exponents in place a module does not run as it is to run

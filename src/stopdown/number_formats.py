@@ -94,14 +94,14 @@ def parse_precision(text: str, also: Iterable[str] = ()) -> str:
         raise OptionError(
             f"{text} is neither a precision nor a plan. Plan files end in .json.",
             expected=f"Known values are {', '.join((*PRECISIONS, *also))}, auto, and the path of a plan.",
-            remedy='Write for example precision="plan.json".',
+            remedy='For example: precision="plan.json".',
         )
     if name not in PRECISIONS:
         raise OptionError(
             f"The precision {text!r} is unknown.",
             expected=f"Known values are {', '.join((*PRECISIONS, *also))}, auto, and the path of a "
             "plan, such as plan.json.",
-            remedy='Write for example precision="fp16", or precision="transformer=bf16,vae=fp32".',
+            remedy='For example: precision="fp16", or precision="transformer=bf16,vae=fp32".',
         )
     return name
 

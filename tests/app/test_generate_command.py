@@ -139,7 +139,7 @@ def test_fp32_equals_plain_diffusers(run: Any, save_tiny: SaveTiny, out: Path, n
     np.testing.assert_array_equal(read_video(out / "frames"), plain)
     assert record.pipeline == CLASSES[name]
     assert set(name_precisions(record).values()) == {"fp32"}
-    assert {decision.reason for decision in record.decisions} == {"Requested."}
+    assert {decision.reason for decision in record.decisions} == {"You asked for fp32."}
 
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -195,7 +195,7 @@ def test_auto_runs_what_it_decided(run: Any, out: Path) -> None:
     assert name_precisions(record).items() <= decided.items()
     assert {decision.stored for decision in record.decisions} == {"bf16"}
     for decision in record.decisions:
-        assert decision.reason.startswith("The weights are stored in bf16. ")
+        assert decision.reason.startswith("The weights are stored in bf16 and used as they are. ")
 
 
 @pytest.mark.usefixtures("each_device")
@@ -205,7 +205,7 @@ def test_what_is_kept_in_fp32_is_in_the_record(run: Any) -> None:
     decision = next(d for d in record.decisions if d.component == "text_encoder")
     call = next(c for c in record.calls if c.component == "text_encoder")
     assert (decision.kept_fp32, call.precisions) == (("wo",), ("fp16", "fp32"))
-    assert decision.reason.startswith("Requested. ")
+    assert decision.reason.startswith("You asked for ")
     assert decision.reason.endswith(" The model's authors keep `wo` in fp32.")
 
 
@@ -459,7 +459,7 @@ def test_a_single_file_runs_with_its_configs(
     record = generate(options)
     assert record.pipeline == "StableDiffusionPipeline"
     assert {d.component: (d.precision, d.stored) for d in record.decisions} == {
-        "vae.encode": ("fp32", "fp16"),  # its config says force_upcast
+        "vae.encode": ("fp32", "fp16"),  # its config sets force_upcast
         "vae.decode": ("fp32", "fp16"),
         "text_encoder": (decided, "fp16"),
         "unet": (decided, "fp16"),

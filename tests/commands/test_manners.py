@@ -127,7 +127,7 @@ def test_the_first_sign_comes_before_pytorch() -> None:
             [sys.executable, "-c", script, *words], capture_output=True, text=True
         )
         assert done.returncode == 7
-        assert re.fullmatch(r"Loading PyTorch: elapsed \S+\nIMPORTED", done.stderr), done.stderr
+        assert re.fullmatch(r"Loading PyTorch \(\S+\)\nIMPORTED", done.stderr), done.stderr
 
 
 class Log:
@@ -164,13 +164,13 @@ def test_a_log_has_a_line_a_stage_and_one_in_ten_seconds() -> None:
     for step in range(1, 41):
         log.progress(10 + step, "denoise", "transformer", step, 40)
     assert log.lines == [
-        "Loading PyTorch: elapsed 0:00:01",
-        "Loading vae: elapsed 0:00:04",
-        "Certifying part 0: elapsed 0:00:05",
-        "Denoising step 1 of 40: elapsed 0:00:11",
-        "Denoising step 11 of 40: elapsed 0:00:21, left 0:00:26",
-        "Denoising step 21 of 40: elapsed 0:00:31, left 0:00:18",
-        "Denoising step 31 of 40: elapsed 0:00:41, left 0:00:08",
+        "Loading PyTorch (0:00:01)",
+        "Loading vae (0:00:04)",
+        "Certifying part 0 (0:00:05)",
+        "Denoising step 1 of 40 (0:00:11)",
+        "Denoising step 11 of 40 (0:00:21, 0:00:26 left)",
+        "Denoising step 21 of 40 (0:00:31, 0:00:18 left)",
+        "Denoising step 31 of 40 (0:00:41, 0:00:08 left)",
     ]
 
 
@@ -181,8 +181,8 @@ def test_no_time_is_estimated_from_the_first_moments_of_a_stage() -> None:
     log.progress(12, "certify", "vae", 1, 100)
     log.progress(23, "certify", "vae", 10, 100)
     assert log.lines[1:] == [
-        "Certifying vae: elapsed 0:00:12",
-        "Certifying vae: elapsed 0:00:23, left 0:03:18",
+        "Certifying vae (0:00:12)",
+        "Certifying vae (0:00:23, 0:03:18 left)",
     ]
 
 
@@ -202,7 +202,7 @@ def test_a_log_is_never_silent_for_more_than_ten_seconds() -> None:
     for second in range(2, 35):
         log.tick(second)
     assert log.lines == [
-        f"Certifying transformer: elapsed 0:00:{seconds:02}" for seconds in (1, 11, 21, 31)
+        f"Certifying transformer (0:00:{seconds:02})" for seconds in (1, 11, 21, 31)
     ]
 
 

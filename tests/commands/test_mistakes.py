@@ -103,7 +103,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     # precisions, plans, devices
     ("generate shapes a --precision fp61", 2, "The precision 'fp61' is unknown. Known values are fp32, "),
     ("compare shapes --precision fp61", 2, "The precision 'fp61' is unknown. .*autocast, clamp"),
-    ("check shapes --precision fp61", 2, "'fp61' is unknown. .* Write for example --precision fp16"),
+    ("check shapes --precision fp61", 2, "'fp61' is unknown. .* For example: --precision fp16"),
     ("plan shapes --precision text=fp32", 2, "The model has no component 'text'. It has .*text_enc"),
     ("plan shapes --precision bf16", 2, "A plan for bf16 was requested. .* Use --precision fp16;"),
     ("generate shapes a --precision =bf16", 2, "'=bf16' of a precision does not name a comp"),

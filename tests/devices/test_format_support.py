@@ -44,7 +44,7 @@ def test_emulated_bf16_is_not_called_native(monkeypatch: pytest.MonkeyPatch) -> 
     assert (formats["fp16"].native, formats["fp16"].time_ratio) == (True, 0.15)
     assert formats["fp16"].reason == ("Compute capability 7.0 has fp16 arithmetic at full rate.")
     assert formats["fp16"].measured == (
-        "Measured here, a matmul takes 0.15 and a convolution 0.15 times the time of fp32: it is faster."
+        "Measured here, a matmul takes 0.15 and a convolution 0.15 times as long as in fp32: it is faster."
     )
 
 
@@ -61,8 +61,8 @@ def test_measurements_join_the_verdict() -> None:
         "works": True,
         "time_ratio": 2.0,
         "reason": "Nothing is known. Here it takes more than 1.5 times as long as fp32.",
-        "measured": "Measured here, a matmul takes 4 and a convolution 1 times the time of fp32: it saves "
-        "memory but is slower.",
+        "measured": "Measured here, a matmul takes 4 and a convolution 1 times as long as in fp32: it "
+        "saves memory but is slower.",
         "is_slow": True,
     }
 

@@ -24,10 +24,10 @@ def test_a_profile_is_as_fast_as_its_slowest_format() -> None:
 
 def test_weights_from_files_come_no_faster_than_a_disk() -> None:
     """A link that is slower already stays."""
-    found = Speed(1e12, 12e9, "timed here.").read_from_disk()
+    found = Speed(1e12, 12e9, "measured here.").read_from_disk()
     assert found.link_bytes_per_s == DISK_BYTES_PER_S
-    assert found.reason == "timed here, and files at 0.5 GB/s."
-    slow = Speed(1e12, 1e8, "timed here.")
+    assert found.reason == "measured here, and files at 0.5 GB/s."
+    slow = Speed(1e12, 1e8, "measured here.")
     assert slow.read_from_disk() is slow
 
 

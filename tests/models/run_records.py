@@ -12,7 +12,7 @@ RECORD = RunRecord(
     device="cpu (a CPU)",
     device_reason="cpu was requested.",
     machine={},
-    decisions=(ComponentPlan("transformer", precision="bf16", reasons=("Requested.",)),),
+    decisions=(ComponentPlan("transformer", precision="bf16", reasons=("You asked for bf16.",)),),
     calls=(),
     stages_s={"load": 1.5},
     peak_bytes=1,

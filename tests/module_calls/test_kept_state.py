@@ -103,8 +103,8 @@ def test_what_is_kept_is_named(kind: type[Normed]) -> None:
     with pytest.raises(ScalingError) as raised:
         rescale_(module, (x,))
     assert raised.value.what == (
-        f"{kind.__name__} keeps {KEEPS[kind]} from one call to the next. The same call gave other values "
-        "the second time."
+        f"{kind.__name__} keeps {KEEPS[kind]} from one call to the next. The same call returned "
+        "different values the second time."
     )
     assert torch.equal(module(x), wanted)
 
@@ -132,7 +132,7 @@ def test_a_repair_goes_on_from_what_was_kept(kind: type[Normed]) -> None:
         assert (one.float() - right).norm() < 0.02 * right.norm()
     assert [x.action for x in handle.repairs] == ["bf16"]
     assert "another" not in " ".join(said)
-    assert "gave other values" not in " ".join(said)
+    assert "returned different values" not in " ".join(said)
 
 
 def test_without_what_was_kept_a_repair_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -622,8 +622,8 @@ def test_what_cannot_be_repaired_is_handed_back(run: Run, tmp_path: Path) -> Non
     (text,) = said
     assert text.startswith("`UNet` returned ")
     assert text.endswith(
-        "The weight UNet:blocks.1.wide.weight is not finite. It was not repaired. No repair gave a finite "
-        "result. The script gets it as the model gave it."
+        "The weight UNet:blocks.1.wide.weight is not finite. It was not repaired. No repair produced a "
+        "finite result. The script receives it unchanged."
     )
 
 

@@ -66,8 +66,20 @@ def make_facts(stored: str | None, *, force_upcast: bool = False) -> ComponentFa
 @pytest.mark.parametrize(
     ("supports", "stored", "force_upcast", "chosen", "reason"),
     [
-        (A100, "bf16", False, "bf16", "The weights are stored in bf16. Compute capability 8.0 has"),
-        (A100, "fp16", False, "fp16", "The weights are stored in fp16. Compute capability 8.0 has"),
+        (
+            A100,
+            "bf16",
+            False,
+            "bf16",
+            "The weights are stored in bf16 and used as they are. Compute capa",
+        ),
+        (
+            A100,
+            "fp16",
+            False,
+            "fp16",
+            "The weights are stored in fp16 and used as they are. Compute capa",
+        ),
         (A100, "fp32", False, "fp32", "The weights are stored in fp32; fp32 holds them exactly."),
         (A100, "fp8-e4m3", False, "fp32", "The weights are stored in fp8-e4m3; fp32 holds them"),
         (
@@ -77,18 +89,36 @@ def make_facts(stored: str | None, *, force_upcast: bool = False) -> ComponentFa
             "fp32",
             "The format of its weights on disk is unknown, so it runs in fp32",
         ),
-        (V100, "fp16", False, "fp16", "The weights are stored in fp16. Compute capability 7.0 has"),
+        (
+            V100,
+            "fp16",
+            False,
+            "fp16",
+            "The weights are stored in fp16 and used as they are. Compute capa",
+        ),
         (V100, "bf16", False, "fp32", "The weights are stored in bf16. Compute capability 7.0 has"),
         (P40, "fp16", False, "fp32", "The weights are stored in fp16. Compute capability 6.1"),
         (PLAIN_CPU, "bf16", False, "fp32", "The weights are stored in bf16. The CPU has no bf16"),
         (PLAIN_CPU, "fp16", False, "fp32", "The weights are stored in fp16. The CPU has no fp16"),
         (SLOW_CPU, "bf16", False, "fp32", "The weights are stored in bf16. bf16 is native and"),
-        (NOISY, "bf16", False, "bf16", "The weights are stored in bf16. bf16 is native; too"),
+        (
+            NOISY,
+            "bf16",
+            False,
+            "bf16",
+            "The weights are stored in bf16 and used as they are. bf16 is nati",
+        ),
         (NOISY, "fp16", False, "fp32", "The weights are stored in fp16. fp16 is emulated; too"),
         (BROKEN, "bf16", False, "fp32", "The weights are stored in bf16. It was tried and failed"),
-        (V100, "fp16", True, "fp32", "Its config says force_upcast: in fp16 its values overflow"),
-        (A100, "fp16", True, "fp32", "Its config says force_upcast: in fp16 its values overflow"),
-        (A100, "bf16", True, "bf16", "The weights are stored in bf16. Compute capability 8.0 has"),
+        (V100, "fp16", True, "fp32", "Its config sets force_upcast, because it overflows in fp16"),
+        (A100, "fp16", True, "fp32", "Its config sets force_upcast, because it overflows in fp16"),
+        (
+            A100,
+            "bf16",
+            True,
+            "bf16",
+            "The weights are stored in bf16 and used as they are. Compute capa",
+        ),
     ],
 )
 def test_the_choice_follows_from_facts(
@@ -111,7 +141,7 @@ def test_bf16_weights_without_bf16_say_why_not_fp16() -> None:
     assert reason == (
         "The weights are stored in bf16. Compute capability 7.0 has no bf16 arithmetic (the first "
         "that has is 8.0); torch emulates it in fp32, and still says that it is supported. In fp16 "
-        "(maximum 65504), activations of bf16-trained models may overflow. So fp32."
+        "(maximum 65504), activations of bf16-trained models may overflow, so it runs in fp32."
     )
 
 
@@ -133,11 +163,10 @@ def test_each_call_gets_one_decision() -> None:
     """An autoencoder has two calls; what was asked for wins, and the rest is chosen."""
     request = {"text_encoder": "fp16", "vae.encode": "fp16"}
     decisions = decide_precisions(MODEL, A100, request)
-    asked = "Requested."
     assert decisions[0] == ComponentPlan(
         "text_encoder",
         precision="fp16",
-        reasons=(f"{asked} The model's authors keep `wo` in fp32.",),
+        reasons=("You asked for fp16. The model's authors keep `wo` in fp32.",),
         stored="bf16",
         kept_fp32=("wo",),
     )
@@ -147,8 +176,8 @@ def test_each_call_gets_one_decision() -> None:
         ("vae.encode", "fp16"),
         ("vae.decode", "fp32"),
     ]
-    assert decisions[2].reason == asked
-    assert decisions[3].reason.startswith("Its config says force_upcast")
+    assert decisions[2].reason == "You asked for fp16."
+    assert decisions[3].reason.startswith("Its config sets force_upcast")
 
 
 @pytest.mark.parametrize(("precision", "kept"), [("fp16", ("wo",)), ("bf16", ()), ("fp32", ())])
@@ -175,7 +204,9 @@ def test_a_slow_precision_that_was_asked_for_is_given() -> None:
     """A user who asks for emulated bf16 gets it, and reads that it is emulated."""
     (decision,) = decide_precisions([TRANSFORMER], V100, {"transformer": "bf16"})
     assert decision.precision == "bf16"
-    assert decision.reason.startswith("Requested. Compute capability 7.0 has no bf16 arithmetic")
+    assert decision.reason.startswith(
+        "You asked for bf16. Compute capability 7.0 has no bf16 arithmetic"
+    )
 
 
 @pytest.mark.parametrize(
@@ -249,31 +280,31 @@ def test_a_request_says_what_each_precision_is_for() -> None:
         (
             "transfomer=bf16",
             "The model has no component 'transfomer'. It has text_encoder, transformer, vae, "
-            'vae.decode, vae.encode. Write for example precision="transformer=bf16".',
+            'vae.decode, vae.encode. For example: precision="transformer=bf16".',
         ),
         (
             "text_encoder_2=bf16",
             "The model has no component 'text_encoder_2'. It has text_encoder, transformer, vae, "
-            'vae.decode, vae.encode. Write for example precision="text_encoder=bf16".',
+            'vae.decode, vae.encode. For example: precision="text_encoder=bf16".',
         ),
         (
             "fp64",
             "The precision 'fp64' is unknown. Known values are fp32, bf16, fp16, fp16-plain, auto, and "
             "the path of a plan, such as "
-            'plan.json. Write for example precision="fp16", or '
+            'plan.json. For example: precision="fp16", or '
             'precision="transformer=bf16,vae=fp32".',
         ),
         (
             "vae=int8",
             "The precision 'int8' is unknown. Known values are fp32, bf16, fp16, fp16-plain, auto, and "
             "the path of a plan, such as "
-            'plan.json. Write for example precision="fp16", or '
+            'plan.json. For example: precision="fp16", or '
             'precision="transformer=bf16,vae=fp32".',
         ),
         (
             "transformer=fp16,bf16",
             "The entry 'bf16' of a precision does not name a component. Each entry is "
-            'COMPONENT=PRECISION. Write for example precision="transformer=bf16,vae=fp32". Components '
+            'COMPONENT=PRECISION. For example: precision="transformer=bf16,vae=fp32". Components '
             "that are not named are chosen by auto.",
         ),
         (
@@ -284,7 +315,7 @@ def test_a_request_says_what_each_precision_is_for() -> None:
         (
             "vae.decod=fp16",
             "The model has no component 'vae.decod'. It has text_encoder, transformer, vae, "
-            'vae.decode, vae.encode. Write for example precision="vae.decode=bf16".',
+            'vae.decode, vae.encode. For example: precision="vae.decode=bf16".',
         ),
     ],
 )

@@ -76,7 +76,7 @@ def test_alert_at_a_step(name: str, kind: Any) -> None:
         error = run_checked(pipe, name)
     word = {"nan": "NaN", "inf": "Inf"}[kind]
     assert error.what.startswith(f"`{component}` returned ")
-    assert f" {word} in " in error.what
+    assert f" {word} out of " in error.what
     place = " (sigma 0.00893)" if name == "wan" else ""  # its own code tells it
     assert error.what.endswith(f" values at step 2 of 2{place}, in bf16.")
     assert error.expected.startswith("Its inputs were finite (largest ")
@@ -119,7 +119,7 @@ def test_the_whole_message() -> None:
     reason = 'It fits. Not "calibrated".'
     decisions = (ComponentPlan("transformer", precision="fp16", reasons=(reason,)),)
     error = run_checked(pipe, "cogvideox", decisions=decisions)
-    assert error.what == "`transformer` returned 256 NaN in 256 values at step 1 of 2, in fp16."
+    assert error.what == "`transformer` returned 256 NaN out of 256 values at step 1 of 2, in fp16."
     assert error.expected.startswith("Its inputs were finite (largest ")
     assert error.expected.endswith(
         f'; fp16\'s maximum is 65504). fp16 was chosen for it: "{reason}"'

@@ -147,7 +147,7 @@ def test_a_clean_replay_is_said_to_be() -> None:
     found = find(Net(1.0))
     assert found.kind == "intermittent"
     assert found.describe("part") == (
-        "The same call gave finite values when it was run again: a race, or memory."
+        "The same call returned finite values when it was retried: a race, or faulty memory."
     )
 
 

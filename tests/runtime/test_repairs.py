@@ -117,7 +117,8 @@ def test_a_repair_that_changes_shapes_is_refused(monkeypatch: pytest.MonkeyPatch
     (repair,) = handle.repairs
     assert repair.action == "bf16"
     assert (
-        repair.tried[0] == "fp32-module: it gave 2x1x4x4x4 where the call at fault gave 2x2x4x4x4."
+        repair.tried[0]
+        == "fp32-module: it returned 2x1x4x4x4 where the failed call returned 2x2x4x4x4."
     )
 
 

@@ -51,7 +51,7 @@ def spoilt_steps(scheduler: Any, first: int) -> Iterator[None]:
         del scheduler.step
 
 
-SCHEDULER = "The scheduler (CogVideoXDDIMScheduler) gave 128 NaN in 128 values"
+SCHEDULER = "The scheduler (CogVideoXDDIMScheduler) returned 128 NaN out of 128 values"
 
 
 @pytest.mark.parametrize("on_fault", ["repair", "raise"])
@@ -67,7 +67,7 @@ def test_latents_of_a_last_step_that_fails_do_not_leave(on_fault: Any) -> None:
     ):
         call_for_latents(pipe)
     assert str(caught.value) == (
-        f"{SCHEDULER} at step 2 of 2, of finite ones. The pipeline's result holds 128 NaN in 128 "
+        f"{SCHEDULER} at step 2 of 2, from finite inputs. The pipeline's result holds 128 NaN out of 128 "
         "values. Use another scheduler, or rebuild this one: pipe.scheduler = "
         "CogVideoXDDIMScheduler.from_config(pipe.scheduler.config)."
     )
@@ -139,7 +139,7 @@ def test_decoded_the_scheduler_is_named_and_once() -> None:
         pytest.raises(NonFiniteError) as caught,
     ):
         call_pipeline(pipe, NAME)
-    assert caught.value.what == f"{SCHEDULER} at step 2 of 2, of finite ones."
+    assert caught.value.what == f"{SCHEDULER} at step 2 of 2, from finite inputs."
     assert caught.value.expected.startswith(
         "`vae.decode` was called with it as z: `vae.decode` returned"
     )
@@ -153,8 +153,8 @@ def test_guidance_is_the_pipelines_own() -> None:
     pipe = make_pipeline(NAME)
     with guard(pipe, announce=quiet), pytest.raises(NonFiniteError) as caught:
         call_for_latents(pipe, num_inference_steps=1, guidance_scale=float("inf"))
-    assert caught.value.what.startswith("The pipeline's own arithmetic gave its scheduler ")
-    assert caught.value.what.endswith(" at step 1 of 1. Every component gave finite values.")
+    assert caught.value.what.startswith("The pipeline's own arithmetic passed ")
+    assert caught.value.what.endswith(" at step 1 of 1. Every component returned finite values.")
 
 
 @pytest.mark.usefixtures("each_device")
@@ -166,7 +166,7 @@ def test_what_a_caller_gives_is_named() -> None:
     with guard(pipe, announce=quiet), pytest.raises(NonFiniteError) as caught:
         pipe(prompt_embeds=bad, negative_prompt_embeds=bad, num_frames=5, num_inference_steps=1)
     assert caught.value.what == (
-        "The pipeline was called with 7232 NaN in 7232 values in `prompt_embeds`."
+        "The pipeline was called with 7232 NaN out of 7232 values in `prompt_embeds`."
     )
     assert caught.value.remedy == "Give finite values for prompt_embeds."
 
@@ -194,7 +194,7 @@ def test_a_component_that_swallows_nan_is_told_of(on_fault: Any) -> None:
         ):
             np.testing.assert_array_equal(call_pipeline(pipe, NAME), plain)
     assert [text.split(" at step")[0] for text in said] == [SCHEDULER]
-    assert "`vae.decode` was called with it as z, and gave finite values." in said[0]
+    assert "`vae.decode` was called with it as z, and returned finite values." in said[0]
     assert [(r.component, r.kind, r.action) for r in handle.repairs] == [
         ("vae.decode", "input", "none")
     ]
@@ -208,7 +208,7 @@ def test_with_raise_it_ends_the_run() -> None:
         decode_what_is_finite(pipe, patches)
         with (
             guard(pipe, on_fault="raise"),
-            pytest.raises(NonFiniteError, match=r"was called with it as z, and gave finite"),
+            pytest.raises(NonFiniteError, match=r"was called with it as z, and returned finite"),
         ):
             call_pipeline(pipe, NAME)
 
@@ -269,7 +269,7 @@ def test_an_output_that_cannot_be_looked_at_is_said(monkeypatch: pytest.MonkeyPa
         with guard(pipe, announce=quiet), pytest.raises(NonFiniteError) as caught:
             call_pipeline(pipe, NAME)
     assert caught.value.what.endswith(
-        "Every component that was watched gave finite values. "
+        "Every component that was watched returned finite values. "
         "No tensor could be looked at in what `transformer` gave."
     )
 

@@ -79,14 +79,14 @@ class BatchOptions(RunOptions, ModelOptions):
         typer.Option(
             "-o",
             "--output",
-            help="Folder. To continue a batch, name its folder again.",
+            help="Folder for the outputs. To resume a batch, give its folder again.",
         ),
     ]
     prompts: Annotated[
         str | None,
         typer.Option(
-            help="Text file with one prompt on each line, or .jsonl or .csv file with fields for "
-            "each item, or - for standard input.",
+            help="Text file with one prompt per line, .jsonl or .csv file with fields for each item, "
+            "or - for standard input.",
         ),
     ] = None
     prompt: Annotated[tuple[str, ...], typer.Option(help="A prompt. Repeat for several.")] = ()
@@ -95,11 +95,11 @@ class BatchOptions(RunOptions, ModelOptions):
     workers: Annotated[
         int | None,
         typer.Option(
-            help="Number of processes; each loads the model. By default one for each "
-            "CUDA GPU, else one."
+            help="Number of processes; each loads the model. By default one per CUDA "
+            "GPU, or one in all."
         ),
     ] = None
-    seed: Annotated[int, typer.Option(help="Seed of items without a seed of their own.")] = field(
+    seed: Annotated[int, typer.Option(help="Seed for items that don't set one.")] = field(
         default=0, kw_only=True
     )
     fps: RateOption = 8.0
@@ -121,15 +121,15 @@ class BatchOptions(RunOptions, ModelOptions):
     on_fault: Annotated[
         Literal["repair", "raise"],
         typer.Option(
-            help="What to do if a component returns NaN or Inf. repair: repair it, run the call "
-            "again and continue. raise: the item fails."
+            help="What to do if a component returns NaN or Inf. repair: repair it, retry the "
+            "call and continue. raise: the item fails."
         ),
     ] = "repair"
     journal: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to save the calls of unfinished items in, so that they continue at the "
-            "step they had reached."
+            help="Folder to save the calls of unfinished items in, so that they resume at the "
+            "step they reached."
         ),
     ] = None
     strict: StrictOption = False

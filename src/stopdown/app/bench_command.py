@@ -31,10 +31,10 @@ class BenchOptions(CommandOptions):
 
     source: Annotated[
         str,
-        typer.Argument(metavar="SOURCE", help="Model to run besides the generated one."),
+        typer.Argument(metavar="SOURCE", help="Model to run in addition to the synthetic one."),
     ] = "shapes"
     device: DeviceOption = "auto"
-    minutes: Annotated[float, typer.Option(help="Begin no row after so many minutes.")] = 5.0
+    minutes: Annotated[float, typer.Option(help="Start no new row after this many minutes.")] = 5.0
 
 
 def main(options: BenchOptions) -> int:

@@ -41,7 +41,7 @@ def read_arguments(given: tuple[str, ...]) -> dict[str, Any]:
             raise OptionError(
                 f"--arg {text} has no name and value.",
                 expected="It names an argument of the pipeline's call.",
-                remedy="Write for example --arg class_labels=[207].",
+                remedy="For example: --arg class_labels=[207].",
             )
         if name in arguments:
             raise OptionError(
@@ -64,7 +64,7 @@ def _read_value(name: str, text: str) -> Any:
             raise OptionError(
                 f"--arg {name}={text} is not JSON: {take_first_line(error)}.",
                 expected="A value that begins with a bracket, a brace or a quote is JSON.",
-                remedy=f"Write for example --arg '{name}=[\"a\", 2]'.",
+                remedy=f"For example: --arg '{name}=[\"a\", 2]'.",
             ) from error
     else:
         return _read_listed_pictures(value) if isinstance(value, list) else value

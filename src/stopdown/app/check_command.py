@@ -57,8 +57,8 @@ NOT_WRITTEN = (
 class CheckOptions(SourceOptions):
     """Find dtype and overflow problems before a run.
 
-    Loads no weights, and the device need not be in this machine. Exit code 1 means that there are
-    findings. For a weight file it shows what the file contains; with --precision or --config it checks
+    Loads no weights, and works for devices that aren't in this machine. Exits with code 1 if there are
+    problems. For a weight file it shows what the file contains; with --precision or --config it checks
     the file as a model.
 
     Examples:
@@ -79,8 +79,8 @@ class CheckOptions(SourceOptions):
         str | None,
         typer.Option(
             help="Precision to check, as generate takes it: fp32, bf16, fp16 (with a plan) or fp16-plain "
-            "(as Diffusers runs it); by component, as in transformer=fp16,vae.decode=fp32; or a plan "
-            "file, plan.json. By default what auto would choose on that device."
+            "(as Diffusers runs it); per component, such as transformer=fp16,vae.decode=fp32; or a plan "
+            "file, such as plan.json. By default what auto would choose on that device."
         ),
     ] = None
     device: Annotated[
@@ -93,13 +93,13 @@ class CheckOptions(SourceOptions):
         bool,
         typer.Option(
             "--sums",
-            help="Also load the weights and run two steps in fp32. Finds matrix products that do "
-            "not fit into fp16, and sums that overflow in kernels with fp16 accumulators.",
+            help="Also load the weights and run two steps in fp32. Finds matrix products whose "
+            "results don't fit in fp16, and sums that overflow in kernels with fp16 accumulators.",
         ),
     ] = False
     fix: Annotated[
         bool,
-        typer.Option("--fix", help="Load the model, repair what can be repaired, and check again."),
+        typer.Option("--fix", help="Load the model, repair what it can, and check again."),
     ] = False
     output: Annotated[
         Path | None,

@@ -35,7 +35,7 @@ from stopdown.errors import OptionError
 
 app = typer.Typer(
     name="stopdown",
-    help="Half precision, whole picture: image and video diffusion models without black frames.",
+    help="Run image and video diffusion models in fp16, without black frames or NaN.",
     epilog="stopdown COMMAND -h shows the options of a command, with examples.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -57,7 +57,7 @@ def _root(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Half precision, whole picture: image and video diffusion models without black frames."""
+    """Run image and video diffusion models in fp16, without black frames or NaN."""
 
 
 add_command(app, "generate", generate_command.main)

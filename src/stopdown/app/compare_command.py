@@ -63,9 +63,7 @@ class CompareOptions(RunOptions, ModelOptions):
     """
 
     source: SourceArgument
-    prompts: Annotated[
-        Path | None, typer.Option(help="Text file with one prompt on each line.")
-    ] = None
+    prompts: Annotated[Path | None, typer.Option(help="Text file with one prompt per line.")] = None
     prompt: Annotated[tuple[str, ...], typer.Option(help="A prompt. Repeat for several.")] = ()
     precisions: Annotated[
         tuple[str, ...],
@@ -73,8 +71,8 @@ class CompareOptions(RunOptions, ModelOptions):
             "--precisions",
             "--precision",
             help="Precisions to compare, separated by commas, or repeat the option: fp32, bf16, "
-            "fp16-plain (nothing repaired), fp16 (rescaled), autocast, clamp, the file of a plan, auto, or "
-            "by component: transformer=bf16,vae=fp32 (in a list, transformer=bf16+vae=fp32).",
+            "fp16-plain (nothing repaired), fp16 (rescaled), autocast, clamp, a plan file, auto, or per "
+            "component: transformer=bf16,vae=fp32 (in a list, transformer=bf16+vae=fp32).",
             show_default="fp32,bf16,fp16-plain,fp16",
         ),
     ] = ("fp32,bf16,fp16-plain,fp16",)

@@ -32,7 +32,7 @@ class ConvertOptions(ConvertRunOptions):
     """Write an fp16 copy of a model that runs without Stopdown.
 
     Its plan is computed from the
-    weights, unless you give one. To convert a LoRA so that it fits such a model, give the converted
+    weights, unless you give one. To convert a LoRA for a converted model, give that
     model, or its plan, as --plan. To convert a text encoder alone, give a Transformers folder, or a
     model and --component.
 
@@ -63,13 +63,13 @@ class ConvertOptions(ConvertRunOptions):
     ] = None
     component: Annotated[
         str | None,
-        typer.Option(help="Text encoder to convert alone, such as text_encoder."),
+        typer.Option(help="Convert only this text encoder, such as text_encoder."),
     ] = None
     certify: Annotated[
         bool,
         typer.Option(
             "--certify",
-            help="For a text encoder: compute bounds for every text instead of measuring calls.",
+            help="For a text encoder: compute bounds that hold for every text, instead of measuring calls.",
         ),
     ] = False
     leave: Annotated[
@@ -220,9 +220,9 @@ def _describe_safety(made: Conversion) -> str:
     left = [x for x in narrow if x.unproven or not x.values]
     if not left:
         return "proven not to overflow in fp16."
-    counts = (f"{x.unproven} of {x.values} activations of " if x.values else "" for x in left)
+    counts = (f"{x.unproven} of {x.values} activations in " if x.values else "" for x in left)
     said = ", ".join(f"{count}{x.component}" for count, x in zip(counts, left, strict=True))
-    return f"{said} not proven to stay in range, and nothing watches them without Stopdown."
+    return f"{said} not proven to stay in range, and without Stopdown nothing watches them."
 
 
 def _shorten(value: object) -> str:

@@ -36,13 +36,13 @@ class DoctorOptions(CommandOptions):
         str | None,
         typer.Option(
             help="cuda, cuda:1, mps or cpu; a profile such as v100, t4, a100 or mps-m1; or your "
-            "own profile, mine.toml. By default each device of this machine."
+            "own profile, mine.toml. By default every device in this machine."
         ),
     ] = None
     toml: Annotated[
         bool,
         typer.Option(
-            "--toml", help="Print the device as a profile in TOML, to start your own from."
+            "--toml", help="Print the device's profile as TOML, a starting point for your own."
         ),
     ] = False
 
@@ -69,7 +69,7 @@ def write_profile(device: str | None) -> str:
     if device is None:
         raise OptionError(
             "A profile is written for one device, and none was named.",
-            remedy="Write stopdown doctor --device v100 --toml, or --device cuda for the one here.",
+            remedy="Use stopdown doctor --device v100 --toml, or --device cuda for this machine's card.",
         )
     return format_profile(find_device_target(device, needs_kernels=False)[1])
 
@@ -83,7 +83,7 @@ def print_health(health: MachineHealth, console: Console) -> None:
     _print_switches(health, console)
     settings = tuple(f"{name}={value}" for name, value in health.settings.items())
     _print_list("Environment variables that affect results or speed", settings, console)
-    _print_list("Faults of these versions", health.faults, console)
+    _print_list("Known problems with these versions", health.faults, console)
     versions = health.machine["versions"]
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     console.print(f"\nPython {health.machine['python']}, {shown}", soft_wrap=True)
@@ -112,7 +112,7 @@ def _print_device(device: DeviceHealth, console: Console) -> None:
             print_prose(console, f"        {entry.reason}")
     kernels = "; ".join(f"{name}: {', '.join(fmt)}" for name, fmt in device.attention.items())
     print_prose(console, f"  attention kernels: {kernels or 'none known'}")
-    _print_list("Known faults of this device", device.faults, console)
+    _print_list("Known problems with this device", device.faults, console)
     _print_list("Measured on such a device by stopdown bench", device.measured, console)
     _print_outlook(device, console)
 
@@ -144,7 +144,7 @@ def _print_fits(device: DeviceHealth, console: Console) -> None:
             told = f"does not fit: {fit.precision} takes at least {peak}, and there are {has}"
         print_prose(console, f"  {fit.model}, {fit.size}: {told}")
     if device.fits:
-        print_prose(console, "  Any other model: stopdown fit MODEL --device NAME")
+        print_prose(console, "  For any other model: stopdown fit MODEL --device NAME")
     console.print()
 
 

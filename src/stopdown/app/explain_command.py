@@ -40,8 +40,8 @@ class ExplainOptions(CommandOptions):
         tuple[str, ...],
         typer.Argument(
             metavar="FILE|-|TEXT",
-            help="The message itself, or a log, picture, video, sound, folder of frames, or record of "
-            "Stopdown; - for standard input.",
+            help="The message itself, or a log, picture, video, sound, folder of frames, or a record that "
+            "Stopdown wrote; - for standard input.",
         ),
     ] = ()
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class FitOptions(FitRunOptions, ModelOptions):
     """Predict whether a model fits in memory, and how.
 
-    Predicts what each strategy takes on a device, which need not be in this machine, from the
-    configurations of the model. Nothing is loaded. -v lists every strategy.
+    Predicts the memory use of each strategy from the model's configs, even for a device that isn't in
+    this machine. No weights are loaded. -v lists every strategy.
 
     Examples:
       stopdown fit shapes
@@ -48,7 +48,7 @@ class FitOptions(FitRunOptions, ModelOptions):
     device: Annotated[
         str | None,
         typer.Option(
-            help="auto, cuda, cuda:1, mps or cpu; or a device that is not here: v100, t4…"
+            help="auto, cuda, cuda:1, mps or cpu; or a device that isn't in this machine, such as t4."
         ),
     ] = None
     memory: Annotated[
@@ -59,15 +59,15 @@ class FitOptions(FitRunOptions, ModelOptions):
         str,
         typer.Option(
             help=(
-                "Host memory for weights that are not in use, such as 12GiB; auto is what is "
-                "free now. Weights that do not fit stay in their files."
+                "Host memory for offloaded weights, such as 12GiB; auto is what is free now. "
+                "Weights that don't fit are read from disk."
             )
         ),
     ] = "auto"
     precision: Annotated[
         str,
         typer.Option(
-            help="auto is what generate takes. fp32, bf16, fp16 or plan.json predicts that one."
+            help="auto predicts what generate would choose; or fp32, bf16, fp16, or a plan file."
         ),
     ] = "auto"
 
@@ -150,8 +150,8 @@ def _print_tables(plan: MemoryForecast, console: Console) -> None:
         )
         _print_rows(shown, plan, console)
     console.print(
-        "\nStrategies that take longer without saving memory are not shown; --json shows all. Errors: "
-        f"stopdown compare {plan.source}",
+        "\nStrategies that take longer without saving memory are not shown; --json shows all. To measure "
+        f"errors: stopdown compare {plan.source}",
         soft_wrap=True,
     )
     for reason in plan.reasons:

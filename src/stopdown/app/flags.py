@@ -24,7 +24,7 @@ class CommandOptions:
         typer.Option(
             "-q",
             "--quiet",
-            help="Show no progress or remarks; print only the name of the file written.",
+            help="Show no progress or remarks; if a file is written, print only its name.",
         ),
     ] = False
     verbose: Annotated[
@@ -55,8 +55,8 @@ ArgumentsOption = Annotated[
     tuple[str, ...],
     typer.Option(
         metavar="NAME=VALUE",
-        help="Argument of the pipeline's call that has no option: a number, a text, JSON, or the path of a "
-        "picture, video or sound, such as pose_video=pose.mp4. Repeat for several.",
+        help="Extra argument for the pipeline call: a number, text, JSON, or the path of a picture, video "
+        "or sound, such as pose_video=pose.mp4. Repeat for several.",
     ),
 ]
 
@@ -137,7 +137,7 @@ class ModelOptions(SourceOptions):
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Scheduler to use instead of the model's own: DPMSolverMultistep, Euler…",
+            help="Scheduler to use instead of the model's own, such as DPMSolverMultistep or Euler.",
         ),
     ] = None
     revision: RevisionOption = None
@@ -154,8 +154,8 @@ SourceArgument = Annotated[
 PrecisionOption = Annotated[
     str,
     typer.Option(
-        help="auto, fp32, bf16, fp16 (with a plan) or fp16-plain (as Diffusers runs it); by component, "
-        "as in transformer=bf16,vae.decode=fp32; or a plan file, plan.json."
+        help="auto, fp32, bf16, fp16 (with a plan) or fp16-plain (as Diffusers runs it); per component, "
+        "such as transformer=bf16,vae.decode=fp32; or a plan file, such as plan.json."
     ),
 ]
 RateOption = Annotated[float, typer.Option(help="Frame rate of the video, in frames per second.")]
@@ -165,7 +165,7 @@ StrictOption = Annotated[
     typer.Option(
         "--strict",
         help="Exit with code 1 if frames are black, grey, frozen or noisy, or sound is silent, "
-        "clipped or noise.",
+        "clipped or noisy.",
     ),
 ]
 KeepRepairsOption = Annotated[

@@ -146,7 +146,7 @@ def _answer(
         error: the lowest and highest ratio of measured to estimated times.
     """
     taken = _compare_bytes(max(made.peak_bytes, made.reserved_bytes), made.limit_bytes)
-    strategy = made.chosen.replace("resident", "all weights there").replace("+", " + ")
+    strategy = made.chosen.replace("resident", "all weights resident").replace("+", " + ")
     parts = [f"{taken} on the device", strategy]
     if made.host_bytes:
         parts.append(f"{format_bytes(made.host_bytes)} of host memory")
@@ -309,9 +309,8 @@ def _explain_choice(
     if chosen is not None:
         way, prediction = chosen
         return (
-            f"{way.chosen} with {prediction.strategy.name} is predicted to take "
-            f"{format_bytes(prediction.needed_bytes)}, and is the fastest that stays within "
-            f"{usable}."
+            f"Chosen: {way.chosen}, {prediction.strategy.name}, "
+            f"{format_bytes(prediction.needed_bytes)}. It is the fastest that stays within {usable}."
         )
     way, least = _find_smallest(tried)
     return (
@@ -333,9 +332,9 @@ def _explain_other(one: Fit, tried: Sequence[Fit], limit: int) -> str:
         for row in list_rows(tried)
         if row.precision == one.plan.chosen and row.strategy == found.strategy.name
     )
-    time_taken = "" if row.time_ratio is None else f", x {row.time_ratio:.2f} in time"
+    time_taken = "" if row.time_ratio is None else f", {row.time_ratio:.2f} times as long"
     needed = format_bytes(found.needed_bytes)
-    return f"{one.plan.chosen}: {row.strategy} would fit with {needed}{time_taken}."
+    return f"{one.plan.chosen} would also fit: {row.strategy}, {needed}{time_taken}."
 
 
 def _shrink(

@@ -108,8 +108,8 @@ class GenerateOptions(RunOptions, ModelOptions):
     on_fault: Annotated[
         Literal["repair", "raise"],
         typer.Option(
-            help="What to do if a component returns NaN or Inf. repair: repair it, run the call "
-            "again and continue. raise: stop."
+            help="What to do if a component returns NaN or Inf. repair: repair it, retry the "
+            "call and continue. raise: stop."
         ),
     ] = "repair"
     maxima: Annotated[
@@ -128,8 +128,8 @@ class GenerateOptions(RunOptions, ModelOptions):
         str | None,
         typer.Option(
             help="Stay within this much device memory, such as 8GiB. By default, all of the "
-            "device's memory. Weights that are not in use are kept elsewhere, and work is split if "
-            "necessary. A call that runs out of memory is run again with less. none keeps all "
+            "device's memory. Weights that aren't in use are offloaded, and work is split if "
+            "necessary. A call that runs out of memory is retried with less. none keeps all "
             "weights on the device."
         ),
     ] = None

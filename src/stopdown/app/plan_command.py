@@ -37,7 +37,7 @@ class PlanOptions(PlanRunOptions, ModelOptions):
     """Work out how to run a model in fp16 without overflow.
 
     Computes bounds from the weights alone, valid for every prompt; the model is not run. -v also prints
-    what each component rests on.
+    the reasons for each component.
 
     Examples:
       stopdown plan zai-org/CogVideoX-5b -o plan.json
@@ -64,8 +64,8 @@ class PlanOptions(PlanRunOptions, ModelOptions):
     certificate: Annotated[
         Path | None,
         typer.Option(
-            help="File ending in .json that states each bound and what implies it. stopdown-verify "
-            "FILE --weights FOLDER checks it without this library."
+            help="File to write, ending in .json, with each bound and what it follows from. "
+            "stopdown-verify FILE --weights FOLDER checks it without Stopdown."
         ),
     ] = None
 

@@ -151,7 +151,7 @@ class Lines(Display):
         self._stages.add(key)
         share, spent = done / total if total else 0.0, now - self._since
         left = (
-            f", left {_show_time(spent / share - spent)}"
+            f", {_show_time(spent / share - spent)} left"
             if spent >= SECONDS_BETWEEN_LINES and LEAST_SHARE <= share < 1
             else ""
         )
@@ -159,7 +159,7 @@ class Lines(Display):
 
     def _print(self, shown: str, now: float, left: str = "") -> None:
         self._printed = now
-        print_prose(self._console, f"{shown}: elapsed {_show_time(now - self._begun)}{left}")
+        print_prose(self._console, f"{shown} ({_show_time(now - self._begun)}{left})")
 
     def announce(self, text: str) -> None:
         print_prose(self._console, text, self._style)

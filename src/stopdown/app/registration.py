@@ -97,7 +97,7 @@ def _refuse_dtype(args: Sequence[str]) -> None:
             known = find_format(value.removeprefix("torch."))
             raise OptionError(
                 f"There is no option {flag}.",
-                expected="What a model computes in is its precision.",
+                expected="In Stopdown it is called --precision.",
                 remedy=f"Use --precision {known.name if known else 'fp16'}.",
             )
 
@@ -182,7 +182,7 @@ def _read_number(flag: str, kind: type[int] | type[float], given: object) -> int
         f"{flag} {shlex.quote(text)} is not a {'whole ' * (kind is int)}number.",
         expected="A number is written in the digits 0 to 9"
         + ("." if kind is int else ", with a point where it has decimals."),
-        remedy=f"Write for example {flag} {_EXAMPLES[kind]}.",
+        remedy=f"For example: {flag} {_EXAMPLES[kind]}.",
     )
 
 

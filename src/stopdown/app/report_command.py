@@ -40,7 +40,7 @@ class ReportOptions(CommandOptions):
         Path,
         typer.Argument(
             metavar="RECORD.json",
-            help="Record that generate or compare wrote next to its output; you can also name "
+            help="Record that generate or compare wrote next to its output; you can also give "
             "the output.",
         ),
     ]

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 class ScriptOptions(CommandOptions):
     """Run a script unchanged and guard its models.
 
-    Faults are repaired, and what cannot be repaired and black frames are reported. The exit code is that
-    of the script.
+    Repairs overflow, NaN and dtype errors, and reports black frames and whatever it can't repair. Exits
+    with the script's exit code.
 
     Examples:
       stopdown run cli_demo.py --prompt "a girl riding a bike" --dtype float16
@@ -52,13 +52,13 @@ class ScriptOptions(CommandOptions):
         str | None,
         typer.Argument(
             metavar="SCRIPT",
-            help="Python file to run. Options of Stopdown go before it. With -m, the module's "
+            help="Python file to run. Put Stopdown's options before it. With -m, the module's "
             "first argument.",
         ),
     ] = None
     arguments: Annotated[
         tuple[str, ...],
-        typer.Argument(metavar="ARGS", help="Arguments of the script: everything after SCRIPT."),
+        typer.Argument(metavar="ARGS", help="The script's arguments: everything after SCRIPT."),
     ] = ()
     module: Annotated[
         str | None, typer.Option("-m", "--module", help="Module to run instead of a file.")
@@ -74,8 +74,8 @@ class ScriptOptions(CommandOptions):
         bool,
         typer.Option(
             "--strict",
-            help="Exit with 1 if NaN or Inf could not be repaired, or frames are black, grey, frozen or "
-            "noise, and the script itself ends with 0.",
+            help="Exit with code 1, even if the script succeeds, if NaN or Inf could not be repaired or "
+            "frames are black, grey, frozen or noisy.",
         ),
     ] = False
     precision: Annotated[
@@ -84,10 +84,9 @@ class ScriptOptions(CommandOptions):
             "--precision",
             "--plan",
             help="auto: as the script requests; on a device that is fast in fp16 but not in bf16, "
-            "what the script loads in a 16-bit format gets a plan. as-is: as the script requests, on "
-            "every device. "
-            "plan.json: apply this plan to the pipelines it was made for. fp16, bf16 or fp32: use "
-            "this format for everything that the script loads in a 16-bit format.",
+            "models that the script loads in a 16-bit format get a plan. as-is: as the script requests, on "
+            "every device. plan.json: apply this plan to the pipelines it was made for. fp16, bf16 or "
+            "fp32: use this format for every model that the script loads in a 16-bit format.",
         ),
     ] = "auto"
     keep_repairs: KeepRepairsOption = False
@@ -319,7 +318,7 @@ def _describe_run(run: GuardRecord) -> str:
     for repair in run.repairs:
         if repair.action == "none":
             continue
-        said += f" {repair.module_path}: {repair.action}, {repair.replays} call run again."
+        said += f" {repair.module_path}: {repair.action}, {repair.retried}."
     if run.reused and run.pipeline:
         said += f" From an earlier run: {', '.join(run.reused)}."
     if not run.pipeline:
@@ -337,8 +336,8 @@ def _describe_faults(record: ScriptRecord) -> str:
     )
     named = ", ".join(f"`{name}`" for name in places)
     return (
-        f"Not repaired: NaN or Inf of {named}. The script got it as the model gave it, and the exit code "
-        "is the script's. With --strict it is 1."
+        f"Not repaired: NaN or Inf in the output of {named}. The script received it unchanged, and the "
+        "exit code is the script's. With --strict it is 1."
     )
 
 

@@ -59,7 +59,7 @@ def read_values(result: Any) -> tuple[Frames, int]:
     pictures = next(filter(None, map(collect_videos, (result, (result,), ([result],)))), None)
     if pictures is None:
         raise OptionError(
-            f"The function that runs the program gave a {type(result).__name__} without values.",
+            f"The function that runs the program returned a {type(result).__name__} without values.",
             expected="Runs are compared by what they give: pictures, arrays or tensors.",
             remedy="Return them from that function.",
         )

@@ -164,7 +164,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Describe the support of a format on this device in whole sentences, with the source."""
         fact = self.formats[name]
         is_told = fact.rate and name != "fp32"
-        rate = f" Rate of matrix products: {fact.rate:g} times that of fp32." if is_told else ""
+        rate = f" Matrix products run at {fact.rate:g} times the rate of fp32." if is_told else ""
         note = f" {fact.note}" if fact.note else ""
         return f"{self.title}: {name} is {fact.state}.{note}{rate} ({fact.source})"
 
@@ -296,7 +296,7 @@ def _unknown_profile(name: str) -> OptionError:
     return OptionError(
         f"The device {name!r} is unknown.",
         expected="Devices of this machine are auto, cuda, cuda:1, mps and cpu. Known cards are "
-        f"{', '.join(known)}, or your own profile (.toml).",
+        f"{', '.join(known)}; your own profile (.toml) works as well.",
         remedy=f'Use device="{near[0] if near else "auto"}".',
     )
 

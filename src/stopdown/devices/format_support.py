@@ -164,7 +164,7 @@ def weigh_support(name: str, verdict: Verdict, timing: Timing, reference: Timing
     meaning = f": {_describe_speed(ratio)}" if verdict.native else ""
     measured = (
         f"Measured here, a matmul takes {format_figure(matmul)} and a convolution "
-        f"{format_figure(convolution)} times the time of fp32{meaning}."
+        f"{format_figure(convolution)} times as long as in fp32{meaning}."
     )
     return Support(verdict.native, True, round(ratio, 3), verdict.reason + slow, measured, is_slow)
 

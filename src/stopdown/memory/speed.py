@@ -101,14 +101,14 @@ def measure_speed(device: Device, formats: Iterable[str]) -> Speed:
     if rates[slowest] < LEAST_FLOPS_PER_S:
         return _leave_untimed("this machine is too busy")
     reason = (
-        f"{rates[slowest] / 1e12:.3g} TFLOPS in {slowest} and {link / 1e9:.3g} GB/s, timed here."
+        f"{rates[slowest] / 1e12:.3g} TFLOPS in {slowest} and {link / 1e9:.3g} GB/s, measured here."
     )
     return Speed(rates[slowest], link, reason)
 
 
 def _leave_untimed(why: str) -> Speed:
     """Return a typical speed, with the reason why the device could not be timed."""
-    said = f"a typical rate, because {why} to be timed: only their order holds."
+    said = f"a typical rate, because {why} to be timed, so only compare them with each other."
     return Speed(ROUGH_FLOPS_PER_S, LINK_BYTES_PER_S, said)
 
 

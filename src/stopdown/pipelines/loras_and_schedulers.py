@@ -82,7 +82,7 @@ def parse_lora(text: str) -> tuple[str, float]:
         raise OptionError(
             f"There is no .safetensors file {path} for the LoRA.",
             expected="A LoRA is one file. For a weight other than 1, add it after a colon.",
-            remedy='Write for example lora="style.safetensors:0.8".',
+            remedy='For example: lora="style.safetensors:0.8".',
         )
     with refusing_damage(f"The LoRA {path} is"):
         read_header(file)

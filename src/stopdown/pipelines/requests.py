@@ -121,7 +121,7 @@ class Request:
     prompt: str | None = field(default=None, metadata=_say(str, "What to show.", "prompt"))
     negative: str | None = field(
         default=None,
-        metadata=_say(str, "What not to show.", "negative_prompt"),
+        metadata=_say(str, "Negative prompt: what to avoid.", "negative_prompt"),
     )
     image: np.ndarray[Any, Any] | None = field(
         default=None, metadata=_say(Path, "Picture to start from.", "image", "images")
@@ -131,9 +131,7 @@ class Request:
     )
     frames: int | None = field(
         default=None,
-        metadata=_say(
-            int, "Frames of the video.", "num_frames", "video_length", check=_check_count
-        ),
+        metadata=_say(int, "Number of frames.", "num_frames", "video_length", check=_check_count),
     )
     height: int | None = field(
         default=None, metadata=_say(int, "Height in pixels.", "height", check=_check_count)
@@ -143,7 +141,7 @@ class Request:
     )
     steps: int | None = field(
         default=None,
-        metadata=_say(int, "Denoising steps.", "num_inference_steps", check=_check_count),
+        metadata=_say(int, "Number of denoising steps.", "num_inference_steps", check=_check_count),
     )
     guidance: float | None = field(
         default=None,
@@ -151,12 +149,12 @@ class Request:
             float, "Guidance scale.", "guidance_scale", "max_guidance_scale", check=_check_number
         ),
     )
-    seed: int = field(default=0, metadata=_say(int, "Seed of the noise.", check=check_seed))
+    seed: int = field(default=0, metadata=_say(int, "Seed for the noise.", check=check_seed))
     mask: np.ndarray[Any, Any] | None = field(
         default=None,
         metadata=_say(
             Path,
-            "Mask of the picture: white areas are replaced.",
+            "Mask for the picture: white areas are replaced.",
             "mask_image",
             "control_mask",
             "mask",
@@ -172,7 +170,7 @@ class Request:
         default=None,
         metadata=_say(
             float,
-            "How much of the picture is changed: above 0, up to 1.",
+            "How much to change the starting picture: above 0, up to 1.",
             "strength",
             check=_check_strength,
         ),
@@ -189,7 +187,7 @@ MEDIA = tuple(x.name for x in FIELDS if x.metadata["kind"] is Path)
 _NAMES = {x.name: x.metadata["names"] for x in FIELDS if x.metadata["names"]}
 
 _IN_WORDS: dict[type, tuple[type, str]] = {
-    str: (str, "a text"),
+    str: (str, "text"),
     int: (Integral, "a whole number"),
     float: (Real, "a number"),
 }

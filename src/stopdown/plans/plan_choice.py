@@ -113,7 +113,7 @@ def find_need(source: Source, precision: str, device: Device) -> ExponentNeed:
         for name, widest in widest_by_component(decided).items()
         if name not in rescaled
     }
-    return ExponentNeed("fp16 was requested" if rescaled else "", decided, others)
+    return ExponentNeed("you asked for fp16" if rescaled else "", decided, others)
 
 
 def find_or_certify(

@@ -66,7 +66,7 @@ def write_request(asked: str | Path | torch.dtype | Mapping[str, Any]) -> str:
         raise OptionError(
             f"The precision {asked!r:.80} is neither a name nor a floating-point dtype.",
             expected="It is 'auto', 'fp16', torch.float16, 'plan.json', or one of these by component.",
-            remedy="Write for example precision={'transformer': torch.bfloat16, 'vae': 'fp32'}.",
+            remedy="For example: precision={'transformer': torch.bfloat16, 'vae': 'fp32'}.",
         )
     return found.name
 
@@ -99,7 +99,7 @@ def parse_request(text: str, also: Iterable[str] = ()) -> dict[str, str]:
             raise OptionError(
                 f"The entry {entry.strip()!r} of a precision does not name a component.",
                 expected="Each entry is COMPONENT=PRECISION.",
-                remedy='Write for example precision="transformer=bf16,vae=fp32". '
+                remedy='For example: precision="transformer=bf16,vae=fp32". '
                 "Components that are not named are chosen by auto.",
             )
         wanted = _parse_choice(precision, also)
@@ -221,7 +221,7 @@ def _unknown_component(name: str, known: list[str]) -> OptionError:
     return OptionError(
         f"The model has no component {name!r}.",
         expected=f"It has {', '.join(known)}.",
-        remedy=f'Write for example precision="{hint}=bf16".',
+        remedy=f'For example: precision="{hint}=bf16".',
     )
 
 
@@ -243,7 +243,8 @@ def decide_precisions(
     for facts in components:
         for call in facts.calls:
             if call in request:
-                precision, reason = request[call], "Requested."
+                precision = request[call]
+                reason = f"You asked for {precision}."
                 support = supports.get(precision)
                 if support is not None and not support.works:
                     raise OptionError(
@@ -282,10 +283,10 @@ def choose_precision(facts: ComponentFacts, supports: Mapping[str, Support]) -> 
     if stored not in ("bf16", "fp16"):
         return "fp32", f"The weights are stored in {stored}; fp32 holds them exactly."
     if stored == "fp16" and facts.force_upcast:
-        return "fp32", "Its config says force_upcast: in fp16 its values overflow."
+        return "fp32", "Its config sets force_upcast, because it overflows in fp16."
     support = supports[stored]
     if _is_good(support):
-        return stored, f"The weights are stored in {stored}. {support.reason}"
+        return stored, f"The weights are stored in {stored} and used as they are. {support.reason}"
     return "fp32", f"The weights are stored in {stored}. {support.reason} {_why_not_other(stored)}"
 
 
@@ -315,5 +316,8 @@ def _is_good(support: Support) -> bool:
 def _why_not_other(stored: str) -> str:
     if stored == "bf16":
         largest = FP16.largest
-        return f"In fp16 (maximum {largest:.0f}), activations of bf16-trained models may overflow. So fp32."
+        return (
+            f"In fp16 (maximum {largest:.0f}), activations of bf16-trained models may overflow, so it runs "
+            "in fp32."
+        )
     return "fp32 holds every fp16 value exactly."

@@ -68,7 +68,7 @@ def list_ways(
     flag = "auto" if makes_plan and is_auto else "fp16"
     reason = (
         "Its exponents come from a certificate of its weights, with the residual stream in fp32, because "
-        f"{why if flag == 'auto' else 'fp16 was requested'}."
+        f"{why if flag == 'auto' else 'you asked for fp16'}."
     )
     rescaled = _make_plan("rescaled fp16", flag, dict.fromkeys(names, "fp16"), Scaling(), reason)
     if request.get("") == "fp16":

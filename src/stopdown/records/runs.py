@@ -86,6 +86,11 @@ class Repair(Displayed):
     elapsed_s: float = 0.0
     verdict: str = ""
 
+    @property
+    def retried(self) -> str:
+        """The number of repeated calls in words: `1 call retried`."""
+        return f"{self.replays} call{'' if self.replays == 1 else 's'} retried"
+
 
 @dataclass(frozen=True, repr=False)
 class JournalUse(Displayed):
@@ -310,14 +315,14 @@ class RunRecord(GuardRecord):
         limit = "the device's memory" if limit == "auto" else limit
         lines = [f"predicted to fit in {limit}: {self.strategy}"]
         return lines + [
-            f"{one.component} ran out of memory with {one.before}; run again with {one.after}"
+            f"{one.component} ran out of memory with {one.before}; retried with {one.after}"
             for one in self.steps_down
         ]
 
     def list_repairs(self) -> list[str]:
         """List the place, action, cost and reason of each repair."""
         return [
-            f"{x.module_path}: {x.action}, {x.replays} call run again, {x.elapsed_s:.1f} s. {x.reason}"
+            f"{x.module_path}: {x.action}, {x.retried}, {x.elapsed_s:.1f} s. {x.reason}"
             for x in self.repairs
         ]
 

@@ -87,9 +87,9 @@ class Culprit:
         """
         module_path = name_module_path(component, self.path)
         if self.kind == "intermittent":
-            return "The same call gave finite values when it was run again: a race, or memory."
+            return "The same call returned finite values when it was retried: a race, or faulty memory."
         if self.kind == "input":
-            return f"Its argument {self.path} was not finite already."
+            return f"Its argument {self.path} was already not finite."
         if self.kind == "weight":
             return f"The weight {module_path} is not finite."
         if not self.operation:
@@ -99,10 +99,10 @@ class Culprit:
             said += f": its operands are finite ({', '.join(self.operands)})"
         ends = {"undefined": "it is not finite in fp32 either", "written": "its code writes it"}
         if math.isfinite(self.reached):
-            ends[self.kind] = f"in fp32 it reaches {self.reached:.4g}"
+            ends[self.kind] = f"in fp32 the result reaches {self.reached:.4g}"
         if self.kind == "kernel":
             ends["kernel"] = (
-                f"it ought to reach no more than {self.reached:.4g}, which {self.dtype} holds: this "
+                f"it should reach no more than {self.reached:.4g}, which {self.dtype} holds: this "
                 "device's kernel is wrong, or adds up in 16 bits"
             )
         said += f", and {ends[self.kind]}." if self.kind in ends else "."

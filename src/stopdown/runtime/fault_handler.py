@@ -335,7 +335,7 @@ class FaultHandler:
                 return output
         state.put_on(case.before)
         fault.guarded.latest.restore()  # the next call begins as this one did
-        return self._give_up(case, "No repair gave a finite result.")
+        return self._give_up(case, "No repair produced a finite result.")
 
     def _give_up(self, case: FaultCase, why: str) -> Any:
         """Raise the fault's error, or return the unrepaired model's output with all effects of its call."""
@@ -391,7 +391,9 @@ class FaultHandler:
             return False, output
         given, wanted = _list_shapes(output), _list_shapes(case.fault.output)
         if given != wanted:
-            case.tried.append(f"{name}: it gave {given} where the call at fault gave {wanted}.")
+            case.tried.append(
+                f"{name}: it returned {given} where the failed call returned {wanted}."
+            )
             return False, output
         told = case.reference.describe_excess(output) if is_narrow else ""
         if told:
@@ -491,7 +493,7 @@ class FaultHandler:
         return culprit
 
 
-_AS_GIVEN = "The script gets it as the model gave it."
+_AS_GIVEN = "The script receives it unchanged."
 
 
 def _may_be_meant(culprit: Culprit) -> bool:

@@ -175,7 +175,7 @@ class FaultRecords:
         """Describe a component that received NaN or Inf in an argument, and what it returned."""
         called = f"`{case.fault.component}` was called with it as {case.culprit.path}"
         if case.fault.check.is_good:
-            return f"{called}, and gave finite values."
+            return f"{called}, and returned finite values."
         return f"{called}: {name_fault(case.fault)}"
 
     def _find_narrowed(self, fault: Fault) -> str:

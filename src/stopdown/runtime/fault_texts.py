@@ -115,11 +115,11 @@ def make_fault_error(
 
 
 def describe_counts(tensors: Iterable[torch.Tensor]) -> str:
-    """Count NaN and Inf in floating tensors, in words: `3 NaN in 24 values`; "" if all are finite."""
+    """Count NaN and Inf in floating tensors, in words: `3 NaN out of 24 values`; "" if all are finite."""
     floats = [x for x in tensors if x.is_floating_point()]
     nan, infinite = map(sum, zip((0, 0), *map(count_non_finite, floats), strict=True))
     total = sum(x.numel() for x in floats)
-    return f"{name_counts(nan, infinite)} in {total} values" if nan + infinite else ""
+    return f"{name_counts(nan, infinite)} out of {total} values" if nan + infinite else ""
 
 
 def name_counts(nan: int, infinite: int) -> str:

@@ -466,7 +466,7 @@ def _describe_signature(component: str, refusal: Refusal, remedy: Remedy) -> Rep
 
 
 def _describe_handing_back(component: str, refusal: Refusal) -> Repair:
-    reason = "Its exponents were taken off, and the script gets it as the model gave it."
+    reason = "Its exponents were taken off, and the script receives the output unchanged."
     return _record_refusal(component, refusal, "none", reason)
 
 

@@ -159,7 +159,7 @@ def find_fault_origin(
     made = describe_counts(itertools.islice(iterate_tensors(steps.last_result), 1))
     taken = describe_counts(steps.last_inputs)
     if made and taken:
-        what = f"The pipeline's own arithmetic gave its scheduler {taken}{steps.name_last_step()}."
+        what = f"The pipeline's own arithmetic passed {taken} to its scheduler{steps.name_last_step()}."
         return FaultOrigin("pipeline", f"{what} {_say_finite(unwatched)}", _WIDER)
     if made:
         name = type(steps.pipe.scheduler).__name__
@@ -167,7 +167,9 @@ def find_fault_origin(
             "Use another scheduler, or rebuild this one: pipe.scheduler = "
             f"{name}.from_config(pipe.scheduler.config)."
         )
-        what = f"The scheduler ({name}) gave {made}{steps.name_last_step()}, of finite ones."
+        what = (
+            f"The scheduler ({name}) returned {made}{steps.name_last_step()}, from finite inputs."
+        )
         return FaultOrigin("scheduler", what, remedy)
     what = f"It came from the pipeline's own code. {_say_finite(unwatched)}"
     return FaultOrigin("pipeline", what, _WIDER)
@@ -181,8 +183,8 @@ _WIDER = "Use a lower guidance scale, or load the pipeline in bf16 or fp32."
 def _say_finite(unwatched: Iterable[str]) -> str:
     said = " ".join(unwatched)
     if not said:
-        return "Every component gave finite values."
-    return f"Every component that was watched gave finite values. {said}"
+        return "Every component returned finite values."
+    return f"Every component that was watched returned finite values. {said}"
 
 
 class RunCheck:
@@ -233,7 +235,7 @@ class RunCheck:
             self.check_frames(output)
         elif not is_reported:
             counts = name_counts(nan, infinite)
-            self._report_result(f"The pipeline's result holds {counts} in {total} values.")
+            self._report_result(f"The pipeline's result holds {counts} out of {total} values.")
 
     def _report_result(self, what: str) -> None:
         """Record NaN or Inf in the pipeline's result; raise `NonFiniteError` unless faults only warn.

@@ -154,7 +154,6 @@ class Watch:
 
 def _word_choice(precision: str, reason: str) -> str:
     """Explain in a sentence why a component ran in a precision, such as `You asked for fp16.`"""
-    asked, word, rest = reason.partition("Requested.")
-    if word and not asked:
-        return f"You asked for {precision}.{rest}"
+    if reason.startswith("You asked for"):
+        return reason
     return f'{precision} was chosen for it: "{reason}"'

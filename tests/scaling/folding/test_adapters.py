@@ -209,7 +209,7 @@ def test_a_plan_comes_off_beneath_a_fused_lora(bare_plan: Plan, tmp_path: Path) 
     assert relative_l2(call_transformer(pipe), bare) < 1e-5
 
 
-@pytest.mark.filterwarnings("ignore:.*gave values that are not finite under its plan")
+@pytest.mark.filterwarnings("ignore:.*returned values that are not finite under its plan")
 @pytest.mark.usefixtures("each_device")
 def test_an_unscaled_lora_on_scaled_weights_is_wrong(
     bare_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -235,7 +235,7 @@ def test_an_unscaled_lora_on_scaled_weights_is_wrong(
         assert torch.equal(call_transformer(pipe), call_transformer(original))
 
 
-@pytest.mark.filterwarnings("ignore:.*gave values that are not finite under its plan")
+@pytest.mark.filterwarnings("ignore:.*returned values that are not finite under its plan")
 @pytest.mark.usefixtures("each_device")
 def test_a_lora_beyond_the_headroom_is_said(bare_plan: Plan, tmp_path: Path) -> None:
     """Once, with the layer, the bits that it adds and those that there are; a small one is not."""

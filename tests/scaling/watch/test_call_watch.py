@@ -341,7 +341,7 @@ def test_a_script_gets_what_no_repair_helps_as_the_model_gave_it(
             assert torch.equal(found.isnan(), run(plain, first, torch.float16).isnan())
         refused = [x for x in handle.repairs if x.kind == "signature"]
         assert [x.action for x in refused] == ["none"]
-        assert "the script gets it as the model gave it" in refused[0].reason
+        assert "the script receives the output unchanged" in refused[0].reason
         assert handle.updated_plan() is None
         hooks[0].remove()
 
@@ -668,7 +668,7 @@ def test_values_beyond_the_range_of_an_unmeasured_call() -> None:
         watch = find_watch(module)
         key = "forward(hidden=True, late[1d], x[3d])", ((32,), (2, 5, 32))
         watch.known.verdicts[key] = CallEnds({1: 12}, {}, 2, 3)
-        with pytest.raises(ScalingError, match="gave values that are not finite"):
+        with pytest.raises(ScalingError, match="returned values that are not finite"):
             run(module, second)
 
 

@@ -130,7 +130,7 @@ def _refuse_kept_state(
         again = run_call(module, *call)[0]
     if not _are_equal(again, run.output):
         raise ScalingError(
-            f"{describe_kept(module, names)} The same call gave other values the second time.",
+            f"{describe_kept(module, names)} The same call returned different values the second time.",
             expected=(
                 "Exponents need calls whose result depends on their arguments alone: what a "
                 "module keeps between calls would have to be rescaled as well."

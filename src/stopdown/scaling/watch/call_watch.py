@@ -120,7 +120,7 @@ _WATCH = "stopdown_call_watch"
 
 _NO_SOLUTION = "they do not hold for that"
 _FILLED = "such calls put tensors into their arguments"
-_NOT_FINITE = "it gave values that are not finite, or other outputs"
+_NOT_FINITE = "it returned values that are not finite, or other outputs"
 _READ = "its code read other values, and went another way"
 _WHOLE = "Call the whole component, or take the exponents off first (.undo(), or leave the guard)."
 _CODE = (
