@@ -276,6 +276,7 @@ def test_no_marked_phrase_comes_back() -> None:
 TICS = (
     r"\banew\b|\bnearer\b|\boff fp32\b|\bwhat to type\b|\bg[ia]ves? NaN\b|, too\.|\bby inputs\b|\bWritten: "
     r"|\b(?:do|does|did|is|are|was|were|has|have|will|would) not\b|\bcannot\b"
+    r"|\bnames? faults\b|\b(?:frozen|clipped) or noise\b|\bby itself|\bgave (?:finite|the same)\b"
 )
 """Translated English: the field says recomputed, closer, returns NaN, as well; and people contract."""
 

@@ -71,7 +71,7 @@ class GenerateOptions(RunOptions, ModelOptions):
     """Make a video, picture or sound from a prompt or a picture.
 
     If a component returns NaN or Inf, it is repaired and the call is retried. Frames that are black,
-    grey, frozen or noise are reported.
+    grey, frozen or noisy are reported.
 
     Examples:
       stopdown generate zai-org/CogVideoX-5b "a girl riding a bike"
