@@ -1,4 +1,5 @@
-"""Texts and records of a fault: its culprit, the basis of the plan there, the error, and the repair.
+"""Decide what an error or a log entry says about a fault: the culprit, what its plan rests on, and the
+repair.
 
 A search for a repair is one `FaultCase`. `FaultRecords` writes it as the error that ends a run, or as a
 `Repair` in the guard's log; both have the same sentences.
@@ -43,7 +44,9 @@ class RepairReference:
     bf16_error: float | None = None
 
     def describe_excess(self, output: Any) -> str:
-        """Describe the error of another output if it's larger than bf16's; return "" if not, or unknown."""
+        """Describe by how much an output's error exceeds bf16's; return "" if it doesn't, or if that is
+        unknown.
+        """
         if self.output is None:
             return ""
         return describe_excess(measure_error(output, self.output), self.bf16_error)
@@ -51,12 +54,13 @@ class RepairReference:
 
 @dataclass
 class FaultCase:
-    """The state of the search for a repair of one fault.
+    """Non-finite output of a component, and how far the search for a repair of it has got.
 
     Attributes:
         begun: start of the search, by `time.perf_counter`.
         before: repairs that were applied to the component when the fault occurred.
         tried: attempts that failed, with reasons.
+        replays: number of times that the failed call was run again.
         is_rescaled: whether exponents were found at least once.
         is_compared: whether `meant` was determined.
         meant: the call's fp32 output, if it isn't finite either and the model intends that; else None.
@@ -91,7 +95,7 @@ class FaultRecords:
         self._session, self._find_origin = session, find_origin
 
     def make_error(self, case: FaultCase) -> NonFiniteError:
-        """Make the error that ends a run at a fault."""
+        """Make the error that ends a run because a component's NaN or Inf was not repaired."""
         if name := self._find_narrowed(case.fault):
             return NonFiniteError(
                 _NARROWED.format(name=name),
@@ -122,7 +126,12 @@ class FaultRecords:
         return error
 
     def keep(self, case: FaultCase, action: str, reason: str) -> None:
-        """Record a fault with the action and its reason."""
+        """Add an entry on a fault to the session's log of repairs.
+
+        Args:
+            action: what was done about it.
+            reason: why.
+        """
         fault, culprit = case.fault, case.culprit
         if culprit.kind == "input" and not self._find_narrowed(fault):
             origin = self._find_origin()
@@ -157,9 +166,11 @@ class FaultRecords:
         return f"{said} {self._describe_basis(case)}".rstrip()
 
     def _describe_basis(self, case: FaultCase) -> str:
-        """Describe what the plan rests on at the culprit's module, if not on bounds; else return "".
+        """Describe on what the plan rests at the culprit's module if no bound holds there: measurement
+        or guess.
 
-        Operations aren't compared by name, because the replay sees one linear as several operations.
+        Return "" if bounds hold. Operations aren't compared by name, because the replay sees one linear
+        as several operations.
         """
         planned = self._session.planned.get(case.fault.guarded.callee.component_name)
         place = f":{case.culprit.path} ("
@@ -172,14 +183,15 @@ class FaultRecords:
         return f"No bound of the plan keeps all values there in range: they rested {basis}."
 
     def _describe_caller(self, case: FaultCase) -> str:
-        """Describe a component that received NaN or Inf in an argument, and what it returned."""
+        """Describe that a component was called with NaN or Inf in an argument, and what it returned."""
         called = f"`{case.fault.component}` was called with it as {case.culprit.path}"
         if case.fault.check.is_good:
             return f"{called}, and returned finite values."
         return f"{called}: {name_fault(case.fault)}"
 
     def _find_narrowed(self, fault: Fault) -> str:
-        """Return the component whose output the pipeline cast to fp16 before its repair in this run, or "".
+        """Return the component whose large outputs the pipeline cast to fp16 before it was repaired in
+        this run, or "".
 
         Its values then overflow in the arguments of the present call.
         """
@@ -191,7 +203,12 @@ class FaultRecords:
 
 
 def describe_remedy(remedy: Remedy, applied: tuple[ComponentPlan, ...]) -> str:
-    """Return the reason for a remedy; for a component without a graph, the note on its fp16 modules."""
+    """Return the reason for a repair, for the log; if single modules run in fp16 unscaled, the note on
+    these.
+
+    Args:
+        applied: the component's plans as applied by the repair.
+    """
     found = [x.scaling for x in applied if x.precision == "fp16" and x.scaling is not None]
     if remedy.action == "rescaled" and found and not found[0].exponents and found[0].note:
         return found[0].note

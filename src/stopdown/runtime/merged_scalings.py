@@ -1,4 +1,4 @@
-"""New exponents merged with those of the submodules that the new calls don't use.
+"""Merge exponents found for a call that failed with those that a plan has for submodules it doesn't use.
 
 A guard solves for the calls that failed, for example decoding. Exponents that a plan has for the rest, such
 as an encoder, are still exact, as submodules that no call shares have no equation in common.
@@ -18,13 +18,14 @@ from stopdown.scaling import read_headroom
 def merge_scalings(
     before: Scaling, found: Scaling, used: Iterable[str], methods: Collection[str] = ("forward",)
 ) -> Scaling:
-    """Merge new exponents with the old ones of submodules that the new calls don't use.
+    """Combine exponents found for new calls with a plan's exponents for submodules that these calls
+    don't use.
 
     Certificates and trials hold only for a whole scaling, so the merged one counts as measured and
     untested.
 
     Args:
-        before: the old scaling.
+        before: the plan's scaling.
         found: solved for the calls that failed, relative to the original component.
         used: names of the parameters that those calls use.
         methods: names of the component's methods that were called.
@@ -73,7 +74,13 @@ def merge_scalings(
 def _merge_streams(
     before: ResidualStream | None, found: ResidualStream | None, keeps: Callable[[str], bool]
 ) -> ResidualStream | None:
-    """Merge the new residual stream with the old one's casts on kept submodules; None if there are none."""
+    """Combine the casts of a new fp32 residual stream with the old one's on submodules that are kept.
+
+    Return None if no cast is left.
+
+    Args:
+        keeps: decides by name whether a submodule's old casts are kept.
+    """
     if before is None:
         return found
     paths: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Cache of repairs: a component's next guard begins with those that the last one found.
+"""Cache repairs of a component, so that its next guard begins with those that the last one found.
 
 They are applied only if the weights (by samples of each) and the code are unchanged. Components with
 weights on `meta` can't be compared, so each guard starts without cached repairs.
@@ -35,7 +35,11 @@ class RepairCache:
     ] = field(default_factory=WeakKeyDictionary)
 
     def put_on(self, state: Component) -> tuple[ComponentPlan, ...]:
-        """Apply the repairs that an earlier guard found, and return them; return () without any."""
+        """Apply the repairs that an earlier guard found for this component, if its weights and code are
+        unchanged.
+
+        Return the repairs; () if there are none.
+        """
         if state.module not in self._kept:
             return ()
         weights, applied, calibration = self._kept[state.module]
@@ -48,14 +52,14 @@ class RepairCache:
         return applied
 
     def keep(self, state: Component, applied: tuple[ComponentPlan, ...]) -> None:
-        """Store the repairs of a component whose guard has been removed."""
+        """Store the repairs of a component whose guard is removed, for its next guard."""
         weights = _sign(state.module)
         if weights:
             self._kept[state.module] = weights, applied, state.calibration
 
 
 def _sign(module: torch.nn.Module) -> str:
-    """Return a signature of a module's weights and code; "" if the weights are not loaded."""
+    """Return a key that changes with a module's weights or code; "" if the weights are not loaded."""
     if any(tensor.is_meta for tensor in module.parameters()):
         return ""
     return f"{sample_weights(module)} {read_precisions(module)} {sign_settings(module)}"

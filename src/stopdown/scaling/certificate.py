@@ -87,8 +87,8 @@ class BoundedCalls:
         ]
 
     def describe(self, scaling: Scaling) -> Scaling:
-        """Return a scaling solved for these calls with a sentence on how much of it is proven, and for
-        which inputs.
+        """Return a scaling that was solved for these calls with a sentence on how much is proven, and
+        for which inputs.
         """
         if self.guessed:
             scaling = replace(scaling, measured_bits=None)
@@ -201,10 +201,10 @@ def state_bounds(measured: Ranges, bounds: Ranges) -> dict[str, tuple[Range, ...
 def mix_ranges(
     measured: Ranges, bounds: Ranges, loosest_bits: float
 ) -> dict[str, tuple[Range, ...]]:
-    """Replace each measured range by its proven bound if that is at most some bits looser, else widen
-    the range.
+    """Choose between measurement and proven bound for each tensor: the bound if it's at most some bits
+    looser.
 
-    Typical sizes stay the measured ones.
+    Elsewhere the measured range is widened. Typical sizes stay the measured ones.
 
     Args:
         measured, bounds: map node names to a range for each block.
@@ -382,8 +382,8 @@ def _find_operands(problem: Problem, fp32_modules: tuple[str, ...]) -> Operands:
 
 
 def _join_columns(named: Mapping[str, Of]) -> dict[str, Of]:
-    """Replace the entries of a weight's column blocks by one entry for the weight, if all of them are
-    equal.
+    """Replace a weight's entries for blocks of columns, `name[:,0:64]`, by one entry `name` if all of
+    them are equal.
     """
     values: dict[str, set[Of]] = {}
     for name, value in named.items():

@@ -118,7 +118,9 @@ class _TensorReader:
         self.tensors, self._tied, self.load = tensors, tied, load
 
     def find(self, name: str) -> str | None:
-        """Return the name under which the files have a parameter; None for a buffer that isn't in them."""
+        """Return the name under which the weight files have a parameter; None for a buffer that isn't
+        in them.
+        """
         return next((x for x in (name, *self._tied.get(name, ())) if x in self.tensors), None)
 
     def describe(self, key: str, scaling: Scaling) -> dict[str, Any]:
@@ -782,7 +784,7 @@ class _Exporter:
     def _ask_lengths(self) -> None:
         """Add evidence of a weight's largest singular value to linears whose results reach another linear.
 
-        With it the checker bounds row norms, which tightens the second bound.
+        With it the checker bounds the 2-norm of rows, which makes the second linear's bound tighter.
         """
         users: dict[str, list[dict[str, Any]]] = {}
         for n in self.nodes:

@@ -73,9 +73,11 @@ def find_affine_rows(op: BoundedOperation) -> AffineRows:
 
 
 def add_rounding_error(affine_rows: AffineRows, error: torch.Tensor) -> AffineRows:
-    """Add an operation's rounding error to the unknown part `rest` of rows `n * gain + table[t] + rest`.
+    """Widen `rest` of rows `n * gain + table[t] + rest` (n: a norm's output, t: the timestep) by a
+    rounding error.
 
     Args:
+        affine_rows: rows of an operation's exact result.
         error: largest error of each channel, `[d]` or `[1]` float64.
     """
     return tuple(replace(x, rest=x.rest + error) for x in affine_rows)
@@ -123,10 +125,10 @@ def _error_of(op: BoundedOperation, name: str, values: torch.Tensor) -> torch.Te
 
 
 def _begin_written(op: BoundedOperation) -> AffineRows:
-    """Return the rows of an RMS norm that code writes out in elementwise operations, as `n * gain +
-    table[t] + rest`.
+    """Return the rows of an RMS norm that code writes out in elementwise operations, as affine rows of
+    gain 1 and rest 0.
 
-    `gain` is 1, the rest 0. Return () for other operations.
+    Return () for other operations.
     """
     bound = find_written_norm(op)
     if bound is None or bound.rows != {len(op.shape) - 1}:
@@ -177,10 +179,10 @@ def _add(op: BoundedOperation) -> AffineRows:
 
 
 def _pairs(op: BoundedOperation) -> list[tuple[AffineRows, object]]:
-    """Return, for a sum or product, pairs of one operand's known rows `n * gain + table[t] + rest` and
-    the other operand.
+    """Find the operands of a sum or product whose rows are known as `n * gain + table[t] + rest`, to
+    combine them.
 
-    Operands without such rows are left out.
+    `n` is a norm's output and `t` the timestep. Returns pairs of one such row and the other operand.
     """
     first, other = op.given["self"], op.given["other"]
     if first is other:
@@ -226,16 +228,16 @@ def _join(op: BoundedOperation) -> AffineRows:
 
 
 class Image:
-    """Columns that a weight `[out, d]` is multiplied by to bound its products with n rows `n * gain +
+    """Columns that a weight `[out, d]` is multiplied by to bound its products with rows `n * gain +
     table[t] + rest`.
 
-    One pass over the weight then suffices.
+    `n` is a norm's output and `t` the timestep. One pass over the weight serves all rows.
 
     Attributes:
         plain: signed columns `[d, k]` for `multiply_rows`: the bases of the rows' tables side by side.
-        magnitudes: `[d, 2 n]`: the `rest` of each row with its errors, then the largest magnitudes of
-            each table.
-        squares: `[d, n]`: the squared gains.
+        magnitudes: `[d, 2 m]` for m rows: the `rest` of each row with its errors, then the largest
+            magnitudes of each table.
+        squares: `[d, m]`: the squared gains.
     """
 
     def __init__(self, affine_rows: Sequence[AffineRow]) -> None:
@@ -246,8 +248,8 @@ class Image:
         self.squares = torch.stack([x.gain.square() for x in affine_rows], 1)
 
     def bound(self, products: Products, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bound each element of `weight @ row`, and each partial sum of it, for all rows `n * gain +
-        table[t] + rest`.
+        """Bound each element of `weight @ row`, and each partial sum of it, for all affine rows of this
+        object.
 
         Both are `[out]` float64. Shifts of opposite signs may cancel in the whole sum but not in a
         partial one, which is bounded by magnitudes.
@@ -270,14 +272,14 @@ class Image:
 def _move_most(
     products: Products, affine_rows: Sequence[AffineRow], device: torch.device
 ) -> torch.Tensor:
-    """Return the largest magnitude of `weight @ table[t]` over timesteps t, for each weight row and
-    each of n tables.
+    """Return by how much a table that is added to a linear's input, one row per timestep, can move each
+    output.
 
-    The result is `[out, n]`.
+    That is the largest magnitude of `weight @ table[t]` over timesteps t: `[out, n]` for n tables.
 
     Args:
         products: products of the weight with the columns of an `Image`.
-        affine_rows: rows `n * gain + table[t] + rest`.
+        affine_rows: rows with these tables.
         device: where the products with the timesteps' coefficients are computed.
     """
     parts = products.plain.split([len(x.basis[1]) for x in affine_rows], dim=1)

@@ -84,9 +84,10 @@ class Interval:
 
 
 def make_interval(center: torch.Tensor, *, batched: bool = False) -> Interval:
-    """Wrap exactly known values as an interval with error radius 0.
+    """Make an interval, with error radius 0, of values that are known exactly, such as a constant's.
 
     Args:
+        center: the values.
         batched: whether the first dimension is that of the timesteps.
     """
     center = center.double() if center.is_floating_point() else center

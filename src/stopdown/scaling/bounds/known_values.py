@@ -211,8 +211,9 @@ class KnownValues:
             self.found.ranges[node.name] = tuple(replace(x, least_stored=least) for x in ranges)
 
     def affine_rows(self, node: Node) -> AffineRows:
-        """Return an activation's rows in the form `n * gain + table[t] + rest` behind a norm, or () if
-        unknown.
+        """Return what is known of an activation's rows, as `n * gain + table[t] + rest`; () if nothing is.
+
+        `n` is a norm's output and `t` the timestep.
         """
         return self.rows.get(node, ())
 
@@ -313,7 +314,7 @@ class BoundedOperation:
         return self.known.bound(value) if isinstance(value, Node) else None
 
     def bound(self, value: Any) -> Bound:
-        """Return the upper bound of an argument's magnitudes, as `find` does, or end the rule.
+        """Return the upper bound of an argument's magnitudes, for a rule that can't do without.
 
         Raises:
             UnboundedError: if the argument has no bound.

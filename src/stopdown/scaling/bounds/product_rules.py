@@ -162,9 +162,12 @@ def _bound_length(
 def _bound_affine_length(
     weight: torch.Tensor, row: AffineRow, sigma: float, rounded: float
 ) -> float:
-    """Bound the 2-norm of `weight @ row` for a row `n * gain + table[t] + rest`, over all timesteps t.
+    """Bound the 2-norm of a linear's output, without bias, for an input row `n * gain + table[t] + rest`.
+
+    `n` is a norm's output. The bound holds for all timesteps t.
 
     Args:
+        weight: `[out, in]`.
         sigma: the weight's largest singular value.
         rounded: upper bound of the norm of the weight's rounding error.
     """
@@ -392,8 +395,10 @@ def _bound_patch_norm(bound: Bound, shape: Shape, channel: int, places: int) -> 
 
 
 def bound_transposed(op: BoundedOperation) -> Bound:
-    """Bound a transposed convolution's outputs by magnitudes alone; each output sums over part of the
-    kernel.
+    """Bound the magnitudes of a transposed convolution's outputs: sums over weights times the largest
+    input.
+
+    Each output sums over part of the kernel, so a sum over all of it is a bound.
     """
     bound, (values, floor) = op.source, _load_weight(op)
     if int(op.given.get("groups", 1)) != 1:

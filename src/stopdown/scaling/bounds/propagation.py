@@ -292,8 +292,11 @@ class Propagation(KnownValues):
             self._note_affine_rows(op, bound)
 
     def _note_affine_rows(self, op: BoundedOperation, bound: Bound) -> None:
-        """Store a result's rows in the form `n * gain + table[t] + rest` with its rounding error, if
-        they are known.
+        """Store what is known of a result's rows, with the rounding error, for tighter bounds of the
+        next linear.
+
+        Rows behind a norm have the form `n * gain + table[t] + rest` (n: the norm's output, t: the
+        timestep).
 
         Args:
             bound: bound of the rounded result.
@@ -458,7 +461,7 @@ class _Update(Propagation):
         return needed
 
     def _is_asked(self, source: Node, user: Node) -> bool:
-        """Return whether bounding a node takes more of an input than its earlier bound, such as
+        """Return whether bounding a node again needs more of an input than its earlier bound, such as
         computed values.
         """
         if source.name in self.before.rowed or source in self.aliases:

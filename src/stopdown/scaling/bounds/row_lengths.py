@@ -44,10 +44,10 @@ def find_read_lengths(graph: Graph) -> frozenset[Node]:
 
 
 def _reads_length(user: Node, is_read: bool) -> bool:
-    """Return whether a node's bound uses the 2-norm of its inputs' rows.
+    """Return whether a node's bound depends on the 2-norm of its inputs' rows.
 
     Args:
-        is_read: whether some later bound uses that of the node's own rows.
+        is_read: whether some later bound depends on that of the node's own rows.
     """
     if user.op == "output" or writes_in_place(user):
         return True

@@ -174,11 +174,12 @@ def sum_rows(
 
 
 def read_sums(found: Products, peaks: torch.Tensor) -> RowSums:
-    """Read the sums of `sum_rows` from products whose first columns are the inputs' peaks and, squared,
-    ones.
+    """Return bounds of each weight row's sums, as `sum_rows` does, from products that were computed
+    already.
 
     Args:
-        peaks: `[in, 1]` float64.
+        found: products whose first columns are `peaks` and, for the squares, ones.
+        peaks: largest magnitude of each input, `[in, 1]` float64.
     """
     width, spread, rounding = len(peaks), float(peaks.sum()), 1 + WEIGHT_ROUNDING
     return RowSums(

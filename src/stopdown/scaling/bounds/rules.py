@@ -234,8 +234,9 @@ def bound_divide(op: BoundedOperation) -> Bound:
 
 
 def _find_least(node: Node) -> float | None:
-    """Return a clamp's lower limit, as the least divisor; None without one, or if it is subnormal in
-    fp16.
+    """Return the least value of a divisor that is clamped from below.
+
+    Return None for other divisors, and if fp16 represents the limit as a subnormal number.
     """
     node = strip_casts(node)
     least = arguments(node).get("min") if is_kind(node, "clamp") else None
@@ -388,8 +389,8 @@ def bound_ones(op: BoundedOperation) -> Bound:
 
 
 def bound_same(op: BoundedOperation) -> Bound:
-    """Bound the result of a view, or of another operation that makes no element larger, by its first
-    input's bound.
+    """Bound the result of a view, or of another operation that makes no element larger, as its first
+    input.
     """
     return op.bound(op.node.all_input_nodes[0])
 
@@ -431,7 +432,10 @@ def bound_places(op: BoundedOperation) -> Bound:
 
 
 def bound_tokens(op: BoundedOperation) -> Bound:
-    """Bound the result of indexing or gathering, channel by channel if the last dimension isn't indexed."""
+    """Bound the result of indexing or gathering by the largest elements of the input.
+
+    The bound is channel by channel if the last dimension isn't indexed.
+    """
     bound, last = op.source, len(op.before) - 1
     indices = op.given.get("indices") or ()
     if len(indices) > last or not op.shape or op.before[-1:] != op.shape[-1:]:

@@ -94,8 +94,8 @@ class PlacedOperation:
         return self.around.unknown(self.node, self.block, self.node)
 
     def of(self, value: Any) -> int:
-        """Return the index of an argument's unknown scale exponent; `ZERO` unless the argument is a
-        floating tensor.
+        """Return the unknown scale exponent of an argument (its index in the system); `ZERO` unless it
+        is a floating tensor.
         """
         return self.around.unknown(value, self.block, self.node) if is_float(value) else ZERO
 
@@ -442,7 +442,7 @@ def pin_filled(op: PlacedOperation) -> None:
 def relate_picked(op: PlacedOperation) -> None:
     """State the equations of one result, picked by `getitem`, of an operation with several results.
 
-    Examples are split, `var_mean` and QR decompositions.
+    Examples are split, `var_mean` and QR decompositions. The equations are between scale exponents.
     """
     parent = op.node.args[0]
     assert isinstance(parent, Node)
@@ -522,7 +522,7 @@ _MAKERS: dict[str, Callable[..., Rule]] = {"product": relate_product, "halves": 
 
 @functools.cache
 def read_rule(cell: str) -> Rule:
-    """Return the scale exponent rule named in a cell of the table of operations, such as `add` or `product
+    """Return the rule for scale exponents that a cell of the table of operations names: `add`, `product
     self vec2`.
     """
     name, *words = cell.split()
@@ -530,8 +530,8 @@ def read_rule(cell: str) -> Rule:
 
 
 def find_rule(node: Node) -> tuple[Rule | None, bool]:
-    """Return the scale exponent rule of a node's operation, None if there is none, and whether it writes in
-    place.
+    """Return the rule for a node's scale exponents, None if there is none, and whether the operation
+    writes in place.
     """
     if node.target is operator.getitem:
         return relate_picked, False

@@ -248,7 +248,13 @@ class Statements:
     def state(
         self, module: torch.nn.Module, calls: Sequence[MeasuredCall], **options: Any
     ) -> Problem:
-        """Return the result of `state_problem`, or a copy of a cached one with these calls' magnitudes."""
+        """Return the unknowns, equations and limits of scaling a module for calls, as `state_problem` does.
+
+        If a problem with the same equations is cached, copy it and replace the magnitudes in its limits.
+
+        Args:
+            options: further arguments of `state_problem`.
+        """
         known = (x for x in self._made if x[1] == options and _are_stated_alike(x[0], calls))
         if (found := next(known, None)) is None:
             found = calls, options, state_problem(module, calls, **options)
@@ -262,7 +268,9 @@ class Statements:
 
 
 def _are_stated_alike(calls: Sequence[MeasuredCall], others: Sequence[MeasuredCall]) -> bool:
-    """Return whether the problems of two lists of calls differ only in the magnitudes of their limits."""
+    """Return whether two lists of calls have the same equations between scale exponents, and differ
+    only in magnitudes.
+    """
     return len(calls) == len(others) and all(
         one.capture is other.capture
         and one.blocks is other.blocks
@@ -287,8 +295,8 @@ def _find_harmless(call: MeasuredCall) -> frozenset[Node]:
 
 
 def _free_ends(problem: Problem, call: MeasuredCall) -> None:
-    """Let a call's arguments and outputs be scaled, by adding unknowns; otherwise their exponents are
-    fixed at 0.
+    """Let a call's arguments and outputs have scale exponents of their own; otherwise these are fixed
+    at 0.
     """
     graph, capture = call.capture.graph.graph, call.capture
     floats = {node.name for node in graph.nodes if is_float(node)}
@@ -514,10 +522,10 @@ class CallStatement:
         return None
 
     def _find_split(self, node: Node) -> Blocks | None:
-        """Return the blocks for which an operation's equations are stated one by one: the result's or
-        the weight columns'.
+        """Return the blocks of channels that an operation's equations must be stated for one by one;
+        None if for none.
 
-        Return None if a single exponent holds for both.
+        They are blocks of the result or of the weight's columns that have separate scale exponents.
         """
         weight = arguments(node).get("weight")
         columns = self._find_columns(weight) if isinstance(weight, Node) else None
@@ -562,10 +570,10 @@ class CallStatement:
                 self._tie(part, node, place, dim, node)
 
     def _tie(self, part: Node, whole: Node, place: tuple[int, int], dim: int, user: Node) -> None:
-        """Equate the scale exponents of a part's blocks with those of the whole tensor's blocks at the same
-        place.
+        """Give a part of a tensor, block by block, the scale exponents that the whole tensor has there.
 
         Args:
+            part: such as a slice, or one input of a concatenation.
             place: first index and end of the part along dimension `dim` of the whole.
             user: node that reads the tensors, which may be inside or outside a multiplied module.
         """

@@ -380,7 +380,11 @@ def _price_folds(program: _Program, problem: Problem) -> None:
 
 
 def _price_beyond(program: _Program, root: int, low: float, high: float, price: float) -> None:
-    """Add a price for each bit by which an unknown is below `low` or above `high`."""
+    """Add a price for each bit by which a scale exponent is below `low` or above `high`.
+
+    Args:
+        root: representative of the unknown.
+    """
     if math.isfinite(high):
         beyond = program.add(0, math.inf, cost=price)
         program.demand({root: 1.0}, high=high, extra={beyond: -1.0})

@@ -35,8 +35,10 @@ def name_likenesses(module: torch.nn.Module) -> dict[str, str]:
 
 
 def merge_alike(problem: Problem, names: Mapping[str, str]) -> Problem:
-    """Return the problem with one unknown for the same parameter of all similar modules; prices count
-    each of them.
+    """Return a smaller problem, in which each parameter has the same unknown exponent in all similar
+    modules.
+
+    The solver prices it once for each of them.
 
     Args:
         names: path of each module to that of the first similar one (`name_likenesses`).
@@ -56,8 +58,9 @@ def merge_alike(problem: Problem, names: Mapping[str, str]) -> Problem:
 
 
 def tie_columns(problem: Problem) -> Problem | None:
-    """Return the problem with one scale exponent for all columns of each weight; None if it already has
-    that.
+    """Return the problem with one scale exponent for all columns of each weight, as DoRA adapters need.
+
+    Return None if that changes nothing.
     """
     groups: dict[str, list[int]] = {}
     for name, unknown in problem.parameters.items():
@@ -81,7 +84,8 @@ def keep_multiplies(problem: Problem, kept: frozenset[str]) -> Problem:
 
 
 def find_used(problem: Problem, exponents: Mapping[int, int]) -> frozenset[str]:
-    """Return the paths of the modules whose outputs a solution multiplies by another number than 1.
+    """Return the paths of the modules whose outputs a solution multiplies, that is by another number
+    than 1.
 
     Args:
         exponents: the solution, by representative of an unknown.

@@ -106,8 +106,8 @@ class AdapterFolds(SameInCopies):
             patches.set_attribute(self.module, load.__name__, self._releasing(load))
 
     def _see(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
-        """Start to scale a module's adapters, if it was just assigned and wraps a layer of the scaled
-        module.
+        """Start to scale a module's adapters, when PEFT has just wrapped a layer of the scaled module
+        by it.
         """
         if not is_adapter_layer(child) or _find_followed(child) is not None:
             return

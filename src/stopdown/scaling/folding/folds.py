@@ -111,8 +111,8 @@ class Rescaling:
         return self.scaling.trial
 
     def defer(self, patches: Patches) -> None:
-        """Have `undo` undo these further changes of the module first, before the scale exponents are
-        removed.
+        """Make `undo` revert further changes of the module, `patches`, before it removes the powers of
+        two.
         """
         self._patches.defer(patches.undo)
 
@@ -313,7 +313,8 @@ def _list_misfit(
 
 
 def _has_place(tensor: torch.Tensor, place: Place) -> bool:
-    """Return whether a tensor is floating and has the rows or columns of a block.
+    """Return whether a tensor can be scaled at a place of a stored plan: it is floating and has these
+    rows or columns.
 
     Old plans give blocks of any dimension as rows.
     """
@@ -342,7 +343,7 @@ def check_casts(rescaling: Rescaling) -> None:
 
 
 def _list_needs(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
-    """Yield, in words, the parts of a scaling that a plain `.half()` would lose, such as `2 fp32
+    """Yield, in words, the parts of a scaling that a plain `.half()` would lose, for an error: `2 fp32
     layers`.
     """
     if count := len(scaling.fp32_modules):
@@ -527,7 +528,9 @@ def _cast_parts(
 
 
 def restrict_scaling(scaling: Scaling, path: str) -> Scaling:
-    """Return the part of a scaling that concerns one submodule, with names relative to the submodule."""
+    """Return the part of a scaling that concerns the submodule at a path, with names relative to the
+    submodule.
+    """
 
     def keep(names: Iterable[str]) -> dict[str, str]:
         return {x: x[len(path) + 1 :] for x in names if is_inside(x, path)}

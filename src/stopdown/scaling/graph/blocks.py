@@ -156,10 +156,10 @@ def split_bounds(node: Node) -> tuple[int, tuple[int, ...]]:
 
 
 def _combine(node: Node, wanted: Mapping[Node, Blocks]) -> Blocks | None:
-    """Return the coarsest blocks of a tensor that satisfy all of its users, or None.
+    """Return the blocks in which a tensor must be split so that each part which some user reads can be
+    scaled separately.
 
-    None means that users disagree about the dimension, or that one needs a single scale for the whole
-    tensor.
+    Return None if users disagree about the dimension, or if one needs a single scale for the whole tensor.
 
     Args:
         wanted: blocks of the nodes after this one.
@@ -309,10 +309,11 @@ def _is_producible(node: Node, kept: Mapping[Node, Blocks], parameters: Mapping[
 
 
 def _list_read(node: Node, kept: Mapping[Node, Blocks]) -> set[int]:
-    """Return the numbers of a parameter's blocks that the graph reads.
+    """Return which blocks of a parameter the graph reads, by number; a block may be a range of rows or
+    columns.
 
-    A call of another size may read more of a table of positions. So a table that is read in part has
-    one exponent.
+    If a table of positions is read in part, the caller gives all of it one exponent, as a call of
+    another size may read more.
     """
     return {block for user in node.users for block in _list_read_by(user, node, kept)}
 
@@ -352,8 +353,10 @@ def has_known_indices(node: Node) -> bool:
 
 
 def _is_part_of(node: Node, kept: Mapping[Node, Blocks]) -> bool:
-    """Return whether every block boundary of a slice is also a block boundary of the tensor it is taken
-    from.
+    """Return whether a slice's blocks are blocks of the tensor it is taken from, so that both can share
+    exponents.
+
+    Every block boundary of the slice must be one of that tensor.
     """
     source, (start, _), dim = find_part(node)
     if is_kind(node, "select") or source not in kept or kept[source].dim != dim:

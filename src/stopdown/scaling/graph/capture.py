@@ -381,8 +381,10 @@ class _Notes(TorchFunctionMode):
         return answer
 
     def _follow_test(self, name: str, args: tuple[Any, ...], result: Any) -> Any:
-        """Remember what a test for NaN or Inf, or a combination of such tests, returns if all values
-        are finite.
+        """Remember what a test such as `isinf(x).any()` returns if all values are finite, for later
+        replays.
+
+        Scaling keeps values finite, so code that reads the test's result in a replay has to get that one.
 
         Args:
             name: name of the torch function that was called.
@@ -668,7 +670,9 @@ def _watch_outputs(shadow: torch.nn.Module, notes: list[Note]) -> None:
 
 
 def _list_singles(notes: Sequence[Note]) -> frozenset[str]:
-    """Return the paths of the modules that returned one tensor in every call."""
+    """Return the paths of the modules that returned one tensor in every call, so that their output can
+    be multiplied.
+    """
     outputs = [(watch.path, single) for watch, single in notes if watch.kind == "output"]
     return frozenset(path for path, _ in outputs) - {path for path, single in outputs if not single}
 
@@ -686,11 +690,11 @@ class _Shaped:
 
 
 def _watch_tables(shadow: torch.nn.Module, kept: frozenset[str], notes: list[Note]) -> None:
-    """Register hooks that record the arguments of modules that may select or compute a table by their
-    sizes.
+    """Register hooks that record the arguments of modules with tables (position embeddings and the like).
 
-    Such a module has floating buffers of its own outside `kept`, or floating parameters if it is not a
-    layer of torch.
+    Such a module may read another table, or compute one, if sizes differ; `_find_replaceable` finds out by
+    calling it again. It has floating buffers of its own outside `kept`, or floating parameters if it is
+    not a layer of torch.
 
     Args:
         kept: names of the buffers that keep their dtype.
@@ -724,7 +728,8 @@ def _list_tables(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _find_replaceable(
     shadow: torch.nn.Module, calls: _Calls, used: Collection[str], mode: FakeTensorMode
 ) -> frozenset[str]:
-    """Find parameter tables that a module ignores if a dimension of its arguments doubles or halves.
+    """Find position tables and the like that a module ignores once a dimension of its arguments doubles
+    or halves.
 
     An example is a table of positions that is learned for one number of frames and computed for others:
     a factor folded into it would be lost then. Of modules that are alike, only one is tried. Parameters
@@ -757,7 +762,9 @@ def _read_settings(module: torch.nn.Module) -> tuple[tuple[str, Any], ...]:
 def _find_unread(
     module: torch.nn.Module, call: tuple[Any, ...], tables: Mapping[int, str], mode: FakeTensorMode
 ) -> frozenset[str]:
-    """Return the names of the tables that a module's call with some other size doesn't read.
+    """Return the names of a module's tables that it ignores in a call with some other size.
+
+    Nothing may be folded into such a table, as that would be lost at the other size.
 
     Args:
         call: positional and keyword arguments of a call, with `_Shaped` for tensors.
@@ -805,7 +812,8 @@ class _Read(TorchFunctionMode):
 
 
 def _make_shadow(attempt: _Attempt, mode: FakeTensorMode) -> tuple[torch.nn.Module, frozenset[str]]:
-    """Copy a module with fake parameters (real ones if `is_real`), in the dtypes that an attempt asks for.
+    """Copy a module for tracing, with fake parameters (real ones if `is_real`) in the dtypes that an
+    attempt asks for.
 
     Return the copy, and the names of the buffers left in their own dtype.
     """

@@ -99,7 +99,7 @@ class Readings(TorchFunctionMode):
     """
 
     def __init__(self, paths: ModulePaths, root: types.CodeType, blocked: Collection[str]) -> None:
-        """Prepare an empty record.
+        """Start to record a call of a module; enter this mode around the call.
 
         Args:
             paths: tracks which module runs.
@@ -116,8 +116,13 @@ class Readings(TorchFunctionMode):
         self._held: list[Any] = []  # keeps ids unique
 
     def name(self, tensor: torch.Tensor, kind: str, name: object) -> None:
-        """Give a tensor the mark from which others are derived: a parameter's by its name, an
-        argument's by its index.
+        """Assign the initial hash of a parameter (by its name) or an argument (by its index).
+
+        The hashes of all tensors computed from it are derived from that.
+
+        Args:
+            kind: `"parameter"` or `"input"`.
+            name: the name or index.
         """
         self._mark(tensor, hash((kind, name)))
         if name in self._blocked:
@@ -170,7 +175,7 @@ class Readings(TorchFunctionMode):
         self._held.append(tensor)
 
     def _write(self, tensor: torch.Tensor, mark: int) -> None:
-        """Record a write in place: change the marks of all tensors that share the written memory."""
+        """Record a write in place: change the hashes of all tensors that share the written memory."""
         self.found.add(mark)
         place = _find_memory(tensor)
         self._written[place] = hash((self._written.get(place), mark))
@@ -185,7 +190,10 @@ class Readings(TorchFunctionMode):
         return mark
 
     def _find_place(self) -> int:
-        """Return a hash of the current call stack, up to the code that made the recorded call."""
+        """Return a hash of the current call stack, up to the code that made the recorded call.
+
+        Calls of one function from different lines are thereby told apart.
+        """
         place: list[int] = []
         frame: types.FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code is not self._root:

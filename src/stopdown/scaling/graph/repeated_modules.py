@@ -371,8 +371,8 @@ def _read_given(tracer: Any, args: Any, kwargs: Any) -> _Given | None:
 
 
 def _is_untouched(tracer: Any, arguments: Any, given: _Given) -> bool:
-    """Return whether a call left its arguments unchanged; only then does copying its nodes have the
-    same effect.
+    """Return whether a traced call left its arguments unchanged; else its nodes can't be copied for
+    another call.
     """
     args, kwargs = arguments
     after = _read_given(tracer, args, kwargs)
@@ -431,8 +431,7 @@ def _has_numbers(value: Any) -> bool:
 def _place(
     nodes: list[Node], depth: int, numbers: Mapping[str, int], calls: Mapping[str, int]
 ) -> list[list[tuple[int, int, str]]] | None:
-    """Return, for each node, the modules inside the traced block that were running; None if one is
-    outside it.
+    """Return where in the traced block each node was computed, so that copies get the same module paths.
 
     Args:
         depth: number of modules around the block.
@@ -440,7 +439,8 @@ def _place(
         calls: number of calls of each part before the block was called.
 
     Returns:
-        For each node, index of the part, number of its earlier calls within the block, and class.
+        For each node, the modules around it inside the block: index of the part, number of its earlier
+        calls within the block, and class. None if a node isn't inside the block.
     """
     placed = []
     for node in nodes:
@@ -457,8 +457,8 @@ def _place(
 def _make_output(
     tracer: Any, known: _Traced, places: Mapping[Any, Any], given: _Given
 ) -> list[Any]:
-    """Make the output leaves of a copied call: new fake tensors, each attached to its copied node in
-    the tracer.
+    """Make the output of a module call that is copied, not run: fake tensors that the tracer links to
+    the copied nodes.
     """
     made: dict[Node, Any] = {}
     with torch._C.DisableTorchFunction(), proxy_tensor.disable_proxy_modes_tracing():

@@ -70,7 +70,8 @@ def scale_by_bounds(
     find: Find = find_scaling,
     find_in_fp16: Find | None = None,
 ) -> Scaling:
-    """Find exponents that rest on proven bounds where possible, or only where they cost almost nothing.
+    """Find scale exponents that rest on proven bounds where possible, or only where these cost almost
+    nothing.
 
     Args:
         kinds: captured and measured calls.
@@ -105,16 +106,17 @@ def scale_unmeasured(
     find: Callable[..., Scaling] = find_scaling,
     encoded: float = EMBEDDINGS,
 ) -> Scaling:
-    """Find exponents from the weights alone: no value was measured, and typical sizes are estimates.
+    """Find scale exponents from the weights alone, by proven bounds, without running the module.
 
-    The result has the least work in fp32 and, among equals, the most bounds.
+    Typical sizes of activations are estimates. The result has the least work in fp32 and, among equals, the
+    most bounds.
 
     Args:
         module: fake module; only its submodules and their attributes are used.
         calls: captures, each with the arguments that it was made with.
         load: returns a parameter or buffer by name.
         find: finds exponents for calls, as `find_scaling`.
-        encoded: limit of encoder outputs.
+        encoded: largest magnitude to assume for a text or image encoder's outputs.
 
     Cost: one or two passes over the weights for each call, and up to a dozen solutions after each.
     """
@@ -132,13 +134,16 @@ def scale_unmeasured(
 def _give_room(
     bind: Callable[..., BoundedCalls], search: Callable[[BoundedCalls], Scaling]
 ) -> tuple[BoundedCalls, Scaling]:
-    """Bound values and find exponents; repeat with more allowance for low weights if it certifies more.
+    """Prove bounds and search scale exponents; do both again with a larger error allowance for weights
+    stored small.
 
-    How low a weight is stored is known only with its exponent, which depends on the bounds.
+    How small a weight is stored is known only with its exponent, which depends on the bounds. The second
+    result is used if more of it is proven.
 
     Args:
-        bind: computes bounds, or with a list of names and earlier bounds, bounds with the loose
-            allowance for these parameters.
+        bind: computes bounds; given names of parameters and earlier bounds, with the larger allowance for
+            these.
+        search: finds exponents with bounds.
     """
     bounded = bind()
     found = search(bounded)
@@ -176,14 +181,22 @@ def _list_bounds(
 
 
 def _find_wide(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
-    """Apply `find_visible` to mixed ranges; count the `CALIBRATED_BITS` in measured ones as headroom."""
+    """Find scale exponents for calls whose measured ranges were widened by `CALIBRATED_BITS`; count
+    these as headroom.
+    """
     scaling = find_visible(find, module, calls)
     bits = scaling.measured_bits
     return replace(scaling, measured_bits=None if bits is None else bits + CALIBRATED_BITS)
 
 
 def find_visible(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
-    """Find exponents with `find`; refuse those that make parameters or activations vanish in fp16."""
+    """Find scale exponents by `find`; raise an error if they make parameters or activations vanish in fp16.
+
+    Loose bounds could scale these so far down that fp16 rounds them to 0.
+
+    Raises:
+        ScalingError: if so, or if `find` raises it.
+    """
     scaling = find(module, calls)
     lowest, path = min(
         ((min(pair), path) for path, pair in scaling.layers.items()), default=(0, "")
@@ -205,7 +218,9 @@ def find_visible(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCa
 def _list_stored(
     scaling: Scaling, calls: Sequence[MeasuredCall]
 ) -> Iterator[tuple[str, float, int]]:
-    """Yield each parameter, the log2 of its largest magnitude after scaling, and its lowest exponent."""
+    """Yield the name of each parameter, the log2 of its largest magnitude after scaling, and its lowest
+    scale exponent.
+    """
     for call in calls:
         for node, name in call.capture.parameters.items():
             largest = max((part.amax for part in call.ranges.get(node, ())), default=0.0)
@@ -219,13 +234,26 @@ def _list_folds(scaling: Scaling, name: str) -> list[int]:
 
 
 def is_visible(found: Scaling, best: Scaling, calls: Sequence[MeasuredCall]) -> bool:
-    """Return whether a scaling has no more fp32 than the best one, and loses few bits of its weights."""
+    """Return whether a scaling with bounds has no more work in fp32 than the measured one, and loses
+    few bits of weights.
+
+    Args:
+        found: with bounds.
+        best: from measured ranges alone.
+    """
     more = _measure_strain(found, calls) - _measure_strain(best, calls)
     return _is_as_narrow(found, best) and more <= MOST_STRAIN_BITS
 
 
 def is_free(found: Scaling, best: Scaling, calls: Sequence[MeasuredCall]) -> bool:
-    """Return whether a scaling costs almost nothing more than the best one: no fp32, few lost bits."""
+    """Return whether a scaling with bounds costs almost nothing more than the measured one.
+
+    It has no more work in fp32, at most one more multiply, and loses hardly any bits of weights and tables.
+
+    Args:
+        found: with bounds.
+        best: from measured ranges alone.
+    """
     more = _measure_strain(found, calls) - _measure_strain(best, calls)
     of_tables = _measure_tables(found, calls) - _measure_tables(best, calls)
     return (
@@ -243,7 +271,8 @@ def _is_as_narrow(found: Scaling, best: Scaling) -> bool:
 
 
 def _measure_strain(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
-    """Return the mean number of bits by which the typical sizes of folded weights are too low.
+    """Return by how many bits scaled weights are too small for fp16's precision, in the mean over all
+    weights.
 
     Biases are left out: the bits that they lose are below the last place of the sum to which they are
     added.
@@ -258,7 +287,7 @@ def _measure_strain(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
 
 
 def _measure_tables(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
-    """Return the most bits by which the typical size of an embedding table is too low."""
+    """Return by how many bits the worst scaled embedding table is too small for fp16's precision."""
     tables = [
         (call, strip_casts(arguments(node)["weight"]).name)
         for call in calls

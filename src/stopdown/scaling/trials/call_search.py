@@ -74,7 +74,7 @@ def scale_calls(
 
 @dataclass
 class _CallSearch:
-    """Search for the scaling of one module's calls.
+    """Search for scale exponents of one module's calls by several strategies, with trial runs.
 
     Attributes:
         left: errors of the strategies that failed.
@@ -91,7 +91,11 @@ class _CallSearch:
     unsolved: ScalingError | None = None
 
     def list_strategies(self, residual: str) -> Iterator[Candidate[Scaling]]:
-        """Yield the strategies that can still succeed after the failures of earlier ones."""
+        """Yield the strategies to try in order, without those that earlier failures make hopeless.
+
+        Args:
+            residual: dtype of the residual stream, `native` or `fp32`.
+        """
         if residual == "fp32":
             yield Candidate(self._find_streamed)
         if not self._failed(CaptureError):
@@ -131,7 +135,12 @@ class _CallSearch:
         return replace(scaling, trial=try_scaling(self.module, scaling, self._reference))
 
     def _scale(self, stream: ResidualStream | None) -> Scaling:
-        """Find exponents with whole modules in fp32, or only parts of them if that is less fp32."""
+        """Find scale exponents with whole modules in fp32; if only their matrix products can be fp16,
+        with less fp32.
+
+        Args:
+            stream: casts that keep the residual stream in fp32; None for none.
+        """
         kinds = measure_kinds(self.module, self.kinds, self.captures, stream)
         if not self.verify:
             check_underflow(self.module, kinds, stream)

@@ -68,12 +68,16 @@ class FoldsAlone:
         free: Collection[str] | None = (),
         narrow: Collection[str] = (),
     ) -> Scaling | None:
-        """Find exponents by folding alone, which weight files can store; return None if there are none.
+        """Find powers of two that weights and eps alone can be multiplied by, so that the measured
+        calls fit into fp16.
+
+        A weight file can store the result, without casts or multiplies at run time. Return None if
+        there are none.
 
         Args:
             groups: groups of `module.path.attribute` of eps that change by the same factor.
             free: further eps that may change independently; None for all. The rest stays fixed.
-            narrow: classes of modules inside which fp32 values must fit into fp16 as well.
+            narrow: classes of modules inside which fp32 activations must fit into fp16 as well.
         """
         return _find(self.module, self.kinds, groups, free, narrow)
 

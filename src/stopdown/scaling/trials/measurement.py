@@ -43,7 +43,8 @@ class Captures:
         self._clamping: dict[int, tuple[PlainCall, bool]] = {}
 
     def take(self, call: PlainCall, stream: ResidualStream | None = None) -> Capture:
-        """Return the graph of a call of the unchanged module, with or without an fp32 residual stream.
+        """Return the graph of a call in fp16, from the cache if possible, with or without an fp32
+        residual stream.
 
         Args:
             stream: casts that keep the residual stream in fp32; None for none.

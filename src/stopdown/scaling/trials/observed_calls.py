@@ -117,7 +117,7 @@ class ObservedCalls:
 
     @property
     def used(self) -> set[str]:
-        """Names of the parameters that take part in the calls."""
+        """Names of the module's parameters that the observed calls read."""
         return {
             known.capture.parameters[node.name]
             for known in self.measured

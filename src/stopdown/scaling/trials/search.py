@@ -59,7 +59,7 @@ StopReason = CaptureError | ScalingError
 
 @dataclass(frozen=True)
 class Candidate(Generic[Found]):
-    """A strategy of a search.
+    """One way of finding a result, for `take_first` to try.
 
     Attributes:
         find: returns a result, or raises the reason why there is none.
@@ -83,9 +83,10 @@ def take_first(
     price: Callable[[Found], Any] = lambda found: 0,
     left: list[StopReason] | None = None,
 ) -> Found:
-    """Return the first result that its strategy accepts; if none is accepted, the cheapest one.
+    """Try strategies in order; return the first result that its strategy accepts, or else the cheapest
+    of all.
 
-    Of equally cheap results, the first is returned.
+    Of equally cheap results, the first is returned. If no strategy has a result, the last error is raised.
 
     Args:
         price: price of a result.
@@ -119,7 +120,7 @@ def take_first(
 
 @dataclass(frozen=True)
 class Relaxation:
-    """Limits on what exponents may cost.
+    """Limits on what a search for scale exponents may cost: least headroom, and work in fp32.
 
     Attributes:
         headroom_bits: headroom that every 16-bit value must keep.
@@ -142,9 +143,13 @@ and few others: a few hundredths of the work in fp32 are better, all of it is no
 
 
 def choose_multiplies(module: torch.nn.Module, wider: Problem, bits: float) -> Problem:
-    """Restrict explicit multiplies, if there are many, to modules where they pay in a smaller problem.
+    """Restrict explicit multiplies, if many modules could have one, to those where a quick search uses it.
 
-    In that problem, modules that are alike have the same exponents.
+    In the quick search, similar modules such as a transformer's blocks have the same scale exponents.
+
+    Args:
+        wider: the problem with a multiply allowed at every module.
+        bits: headroom in bits that every 16-bit value must keep.
     """
     if len(wider.multiplies) <= FEW_MODULES:
         return wider
@@ -154,7 +159,14 @@ def choose_multiplies(module: torch.nn.Module, wider: Problem, bits: float) -> P
 
 
 def _solve_with_fp32(problem: Problem, bits: float, *, whole: bool) -> Solution | None:
-    """Solve a problem with modules in fp32; if these may not be the whole component, check that first."""
+    """Solve for scale exponents with modules allowed to stay in fp32.
+
+    If the whole module is cheapest there, but not allowed (`whole`), return that solution at once, to
+    be refused.
+
+    Args:
+        bits: headroom in bits that every 16-bit value must keep.
+    """
     if not whole and needs_whole(problem, hard_top_bits=ASKED_BITS):
         return Solution({}, ("",), math.inf)
     return solve_problem(problem, hard_top_bits=bits, fp32_modules=True)
@@ -178,7 +190,7 @@ def find_scaling(
     statements: Statements | None = None,
     postpones: bool = False,
 ) -> Scaling:
-    """Find the exponents, with the lowest price, that keep the measured calls in range.
+    """Find the cheapest scale exponents with which measured calls of a module run in fp16 without overflow.
 
     Args:
         stream: fp32 residual stream with which the calls were measured.
@@ -233,7 +245,14 @@ def find_scaling(
 
 
 def _find_cheaply(module: torch.nn.Module, state: Callable[..., Problem], bits: float) -> Scaling:
-    """Find exponents by folding alone, or with multiplies if folding is expensive and these cost less."""
+    """Find scale exponents for weights alone, or with multiplies of activations where these cost less.
+
+    No module stays in fp32.
+
+    Args:
+        state: states the problem; `multiplies=True` allows multiplies.
+        bits: headroom in bits that every 16-bit value must keep.
+    """
     plain = state()
     for problem in list_foldings(plain):
         best = solve_problem(problem, hard_top_bits=bits, fp32_modules=False)
@@ -247,6 +266,10 @@ def _find_cheaply(module: torch.nn.Module, state: Callable[..., Problem], bits: 
 
 
 def list_foldings(problem: Problem) -> list[Problem]:
-    """List a problem with one exponent for all columns of a weight, which DoRA needs, and as it is."""
+    """List a problem twice: with one scale exponent for all columns of each weight, as DoRA needs, and
+    as it is.
+
+    If the first is no different, the list has one.
+    """
     tied = tie_columns(problem)
     return [problem] if tied is None else [tied, problem]

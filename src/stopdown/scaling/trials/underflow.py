@@ -92,7 +92,8 @@ def _propagate_errors(call: MeasuredCall, fixed: Mapping[str, str]) -> tuple[flo
 def _pass_error_on(
     call: MeasuredCall, node: Node, source: Node, error: float, name: str
 ) -> tuple[float, str]:
-    """Return the relative error that one operand's error causes in a node's result, and the error's cause.
+    """Return the relative error that an error in one operand causes in a node's result, and where the
+    error began.
 
     Args:
         source: the operand.

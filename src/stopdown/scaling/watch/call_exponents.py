@@ -214,7 +214,7 @@ class _Exponents:
         return True
 
     def spread(self) -> bool:
-        """Derive exponents from the known ones by equations with one unknown; return False if one is
+        """Solve all equations that have one unknown scale exponent left; return False if an equation is
         violated.
         """
         is_new = True

@@ -266,7 +266,7 @@ class CallWatch(SameInCopies):
         return self._options.name or type(self.module).__name__
 
     def put_on(self, put: Callable[[Patches], None], patches: Patches) -> None:
-        """Fold the scale exponents in and start to check calls, until `patches` is undone.
+        """Fold the scale exponents in and start to check the module's calls, until `patches` is undone.
 
         Args:
             put: folds the exponents in and casts the module; its patches undo that.
@@ -409,7 +409,7 @@ class CallWatch(SameInCopies):
 
     @property
     def has_call_here(self) -> bool:
-        """Whether this thread is inside a call that the watch let through."""
+        """Whether this thread is inside a call of the module that was checked and let through."""
         return getattr(self._thread, "is_inside", False)
 
     # Around a call
@@ -602,7 +602,7 @@ class CallWatch(SameInCopies):
         return is_known and is_right, output
 
     def scale(self, ends: CallEnds, call: ComponentCall) -> Any:
-        """Make a call with arguments multiplied by powers of two, and divide the outputs by theirs.
+        """Make a call with arguments multiplied by powers of two, and outputs divided by theirs.
 
         Args:
             ends: powers of two for the call's arguments and outputs.
@@ -617,7 +617,9 @@ class CallWatch(SameInCopies):
 
     @property
     def is_in_force(self) -> bool:
-        """Whether the module has this watch's scale exponents, even if they were applied again since."""
+        """Whether the module has the scale exponents that this object checks calls for, even if applied
+        again since.
+        """
         watch: CallWatch | None = vars(self.module).get(_WATCH)
         return watch is not None and watch.scaling is self.scaling
 
@@ -701,7 +703,9 @@ class CallWatch(SameInCopies):
 
 
 def _call_while_alive(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls a method without keeping its object, and the module, alive."""
+    """Return a function that calls a bound method as long as its object lives, and does not keep it
+    alive.
+    """
     found = weakref.WeakMethod(method)
 
     def call() -> None:

@@ -32,12 +32,12 @@ class FoldedWeights:
     def __init__(
         self, module: torch.nn.Module, scaling: Scaling, name: str, *, casts: bool
     ) -> None:
-        """Prepare an empty record; `note` fills it.
+        """Prepare to record a module's folded weights and fp32 tensors; `note` records their present
+        values.
 
         Args:
             name: name of the component, for messages.
-            casts: whether the module is cast, and keeps tensors in fp32 that would lose values in 16
-                bits.
+            casts: whether the module is cast, and keeps tensors in fp32 that would lose values in 16 bits.
         """
         self._module, self._scaling, self._name, self._casts = module, scaling, name, casts
         self._weights: list[_Weight] = []

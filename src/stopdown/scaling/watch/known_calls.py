@@ -187,7 +187,8 @@ class KnownCalls:
     def _read(
         self, kind: _Kind, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str
     ) -> frozenset[int] | None:
-        """Record, without tensor values, how a call reads folded tensors; None if its code needs values.
+        """Record, without tensor values, how a call uses the weights that are scaled; None if its code
+        needs values.
 
         The first time for a signature, calls of its examined sizes are recorded too, to compare with.
         """
