@@ -127,9 +127,7 @@ class CallListener(Listener):
         self.calls: dict[str, list[ComponentCall]] = {}
 
     def inside(self, run: DryCall, paths: ModulePaths) -> contextlib.AbstractContextManager[object]:
-        """Keep a component call when the dry run runs its code, which happens only for the first of its
-        kind.
-        """
+        """Store a component call of which the dry run executes the code: the first call of its kind."""
         self.calls.setdefault(run.call.callee.component_name, []).append(
             dataclasses.replace(run.call, below=None)
         )

@@ -44,8 +44,8 @@ class RepairReference:
     bf16_error: float | None = None
 
     def describe_excess(self, output: Any) -> str:
-        """Describe by how much an output's error exceeds bf16's; return "" if it doesn't, or if that is
-        unknown.
+        """Describe an output's error if it is too large beside bf16's to be accepted; return "" if not,
+        or if unknown.
         """
         if self.output is None:
             return ""

@@ -116,7 +116,7 @@ class _Caller(torch.nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module's method."""
+        """Call the wrapped module's method, as `functional_call` can call only `forward`."""
         if self._method == "forward":
             return self.module(*args, **kwargs)
         return getattr(self.module, self._method)(*args, **kwargs)

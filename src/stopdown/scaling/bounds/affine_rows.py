@@ -125,10 +125,10 @@ def _error_of(op: BoundedOperation, name: str, values: torch.Tensor) -> torch.Te
 
 
 def _begin_written(op: BoundedOperation) -> AffineRows:
-    """Return the rows of an RMS norm that code writes out in elementwise operations, as affine rows of
-    gain 1 and rest 0.
+    """Recognise an RMS norm that code writes out in elementwise operations; return its rows as an
+    `AffineRow`.
 
-    Return () for other operations.
+    The gain is 1 and the rest 0. Return () for other operations.
     """
     bound = find_written_norm(op)
     if bound is None or bound.rows != {len(op.shape) - 1}:
@@ -248,11 +248,11 @@ class Image:
         self.squares = torch.stack([x.gain.square() for x in affine_rows], 1)
 
     def bound(self, products: Products, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bound each element of `weight @ row`, and each partial sum of it, for all affine rows of this
-        object.
+        """Bound each element of a weight's product with this object's rows, and each partial sum of
+        such an element.
 
-        Both are `[out]` float64. Shifts of opposite signs may cancel in the whole sum but not in a
-        partial one, which is bounded by magnitudes.
+        Both are `[out]` float64, the largest of all rows. Shifts of opposite signs may cancel in the
+        whole sum but not in a partial one, which is bounded by magnitudes.
 
         Args:
             products: products of the weight with this object's columns, after one further column of

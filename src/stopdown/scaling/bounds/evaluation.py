@@ -107,10 +107,14 @@ def _choose_rule(node: Node, values: list[Interval]) -> Rule | None:
 
 
 def _run(node: Node, values: Mapping[Node, Interval], part: str = "center") -> Any:
-    """Run an operation on one field of its inputs' intervals: `center`, `radius` or `largest`.
+    """Run an operation on its inputs' exact values at every timestep, or on their error radii or
+    largest magnitudes.
 
-    It runs in float64, or in fp32 if that is accurate enough. Centers with a timestep dimension are mapped
-    over it.
+    It runs in float64, or in fp32 if that is accurate enough.
+
+    Args:
+        values: interval of each input.
+        part: field of the intervals to run it on: `center`, `radius` or `largest`.
     """
     nodes = list(values)
     batched = [part == "center" and values[n].batched for n in nodes]

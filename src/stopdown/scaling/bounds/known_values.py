@@ -304,7 +304,7 @@ class BoundedOperation:
 
     @functools.cached_property
     def source(self) -> Bound:
-        """The bound of the first argument, whose shape is `before`."""
+        """The bound of the operation's first argument."""
         return self.bound(self.node.args[0])
 
     def find(self, value: Any) -> Bound | None:

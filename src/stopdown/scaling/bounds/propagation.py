@@ -443,10 +443,14 @@ class _Update(Propagation):
         return sources
 
     def _find_needed(self, changed: set[Node]) -> set[Node]:
-        """Return the nodes to bound again: those whose bound changed, and inputs of which more than the
-        bound is needed.
+        """Return the nodes whose bounds must be computed again, after the error allowance of some
+        weights has grown.
 
-        Inputs of such inputs, and nodes that share their storage, are included.
+        These are the nodes whose bound it changes, inputs of which more than the earlier bound is
+        needed, inputs of such inputs, and nodes that share their storage.
+
+        Args:
+            changed: nodes whose bound the larger allowance affects.
         """
         needed: set[Node] = set()
         asked = list(changed)

@@ -120,7 +120,7 @@ def _find(
     places = {".".join(filter(None, key)): unknown for key, unknown in problem.eps.items()}
     for group in groups:
         problem.system.equate(*[places.pop(name, ZERO) for name in group])
-    fixed = () if free is None else {x for x in places if x not in free and _is_stored(x)}
+    fixed = () if free is None else {x for x in places if x not in free and _must_keep(x)}
     problem.system.pin(*[places[name] for name in sorted(fixed)])
     for bits in (x.headroom_bits for x in RELAXATIONS if not x.fp32_flops):
         for tried in list_foldings(problem):
@@ -129,10 +129,14 @@ def _find(
     return None
 
 
-def _is_stored(place: str) -> bool:
-    """Return whether a weight file's program would notice a change of this eps, so that it must stay fixed.
+def _must_keep(place: str) -> bool:
+    """Return whether an eps must keep its value in a weight file's program, which can't be given
+    another one.
 
-    A clamp's limit that fp16 rounds to 0 has no effect there: no positive fp16 value is below it.
+    A clamp's limit that fp16 rounds to 0 needn't: no positive fp16 value is below it.
+
+    Args:
+        place: `module.path.attribute` of the eps.
     """
     number = read_clamp(place.rpartition(".")[2])
     return number is None or number > FP16.smallest / 2

@@ -170,9 +170,14 @@ def _sort_inputs(
     kwargs: Mapping[str, Any],
     signatures: Collection[str],
 ) -> list[int]:
-    """Return the indices of a call's tensors in the order in which their free scale exponents are set to 0.
+    """Order a call's arguments by preference for staying unmultiplied: first those that the measured
+    calls had.
 
-    Arguments that the measured calls had come first, so that rather a new one is multiplied.
+    Return the indices of the tensors among them. Where the equations leave a choice, a new argument is
+    multiplied rather than a known one.
+
+    Args:
+        signatures: signatures of the measured calls.
     """
     flat, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
     paths = [path for path, x in flat if isinstance(x, torch.Tensor)]

@@ -383,7 +383,7 @@ class CallWatch(SameInCopies):
         """Refuse a call of a deep copy of the module for which its scale exponents don't hold; they
         can't be removed there.
 
-        A copy without weights belongs to a forecast, and runs every call.
+        A copy without weights computes no values, and may make any call.
 
         Args:
             method, args, kwargs: the call.
@@ -448,16 +448,20 @@ class CallWatch(SameInCopies):
                 self._thread.is_inside = False
 
     def _prepare_calls(self) -> None:
-        """Read the module's settings, and take the checks off its parts, before the first of several
-        concurrent calls.
+        """Prepare the module for the first of several concurrent calls: read its settings, stop
+        checking calls of parts.
+
+        Calls of parts are checked only if they come from outside the module.
         """
         if not self.is_removed:
             hide_parts(self._parts)
             self.known.settings.read()
 
     def _finish_calls(self) -> None:
-        """Check calls of parts again, and accept settings that calls changed, once the last of several
-        concurrent calls ends.
+        """Resume checking direct calls of the module's parts, once the last of several concurrent calls
+        has ended.
+
+        Attributes that the calls changed are accepted as the module's own.
         """
         if not self.is_removed:
             show_parts(self._parts)
