@@ -451,7 +451,7 @@ class CallWatch(SameInCopies):
         """Prepare the module for the first of several concurrent calls: read its settings, stop
         checking calls of parts.
 
-        Calls of parts are checked only if they come from outside the module.
+        While the module runs, its own calls of parts need no check.
         """
         if not self.is_removed:
             hide_parts(self._parts)
