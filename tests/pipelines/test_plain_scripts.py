@@ -83,6 +83,7 @@ ROWS = (
     Row("compiles", ("1",)),
     Row("generates"),
     Row("tiny_pipeline", ("MODEL",)),
+    Row("executors", needs_torch=False, is_fresh=True),
     *(Row("spawned", (way,), is_fresh=True) for way in ("spawn", "forkserver", "fork")),
 )
 

@@ -11,7 +11,10 @@ import importlib.util
 import runpy
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import process as process_executor
+from concurrent.futures import thread as thread_executor
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -144,7 +147,33 @@ def execute(start: Start) -> tuple[int, BaseException | None]:
 
 
 def wait_for_threads() -> None:
-    """Join all threads that are not daemons, as Python does when a program has ended."""
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.main_thread():
-            thread.join()
+    """Wait until the threads of a program that has ended have nothing left to do.
+
+    Python joins all threads that aren't daemons. It ends those of executors first, which wait for work.
+    Here they are left idle instead, since a process can't use an executor again once Python has ended it.
+    """
+    times_idle = 0
+    while times_idle < 2:  # a thread that has taken work may not have begun it yet
+        others = [
+            x for x in threading.enumerate() if not (x.daemon or x is threading.main_thread())
+        ]
+        busy = [thread for thread in others if not _waits_for_work(thread)]
+        times_idle = 0 if busy else times_idle + 1
+        for thread in busy:
+            thread.join(_POLL_S)
+        if not busy and others:
+            time.sleep(_POLL_S)
+
+
+_POLL_S = 0.02
+
+
+def _waits_for_work(thread: threading.Thread) -> bool:
+    """Return whether a thread belongs to an executor that has nothing to do."""
+    if isinstance(thread, process_executor._ExecutorManagerThread):
+        return not thread.pending_work_items
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None or frame.f_code is not thread_executor._worker.__code__:
+        return False
+    queue: Any = frame.f_locals["work_queue"]
+    return bool(queue.empty())
