@@ -20,7 +20,6 @@ import pytest
 from models.pipeline_calls import paint_decoder
 from stopdown import __version__
 from stopdown.app import cli, messages
-from stopdown.devices.device_profiles import find_profile
 from stopdown.files.outputs import written_beside
 from stopdown.frames.media import read_video, write_media
 
@@ -309,28 +308,6 @@ def test_a_plan_that_keeps_repairs_is_checked_before(
     assert refuse(save_tiny("cogvideox"), "a", *words).startswith(message)
 
 
-def test_a_plan_replaces_only_a_plan(run: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody's JSON stays, --force replaces another plan, and without -o there is a number."""
-    from stopdown.plans import certified
-    from stopdown.plans.plan_files import read_plan, seal_plan
-    from stopdown.records import Plan
-
-    made = seal_plan(Plan("shapes", "", "Tiny", "fp16", {}, (), "cpu", 0.0))
-    monkeypatch.setattr(certified, "certify_plan", lambda *given, **named: made)
-    (here / "data.json").write_text("{}")
-    code, _, err = run("plan", "shapes", "-o", "data.json")
-    assert code == 2
-    assert (
-        "The output data.json would replace a file that Stopdown did not write as a record." in err
-    )
-    for arguments, name in (((), "plan"), ((), "plan-2"), (("-o", "plan.json", "--force"), "plan")):
-        code, out, err = run("plan", "shapes", *arguments)
-        assert (code, err) == (0, "")
-        assert out.endswith(f"Wrote {name}.json (0.0 s, from the weights alone)\n")
-        assert read_plan(here / f"{name}.json") == made
-    assert sorted(path.name for path in here.iterdir()) == ["data.json", "plan-2.json", "plan.json"]
-
-
 def test_an_error_as_json(run: Any) -> None:
     """With --json the error is on stdout as one object, and on stderr as the sentence."""
     code, out, err = run("generate", "nonesuch", "a", "--json")
@@ -572,86 +549,7 @@ def test_stdout_that_cannot_show_a_character(
 
 
 # ---------------------------------------------------------------------------------------------
-# Writing a plan down
-
-
-@pytest.fixture
-def plain_plan(save_tiny: SaveTiny, here: Path) -> tuple[Path, Path]:
-    """A tiny model and a plan that scales nothing: fp16 for every component."""
-    from models.conversions import plan_plainly
-    from stopdown.plans.plan_files import write_plan
-
-    folder = save_tiny("sd")
-    return folder, write_plan(plan_plainly("sd", folder), here / "plan.json")
-
-
-@pytest.mark.thorough
-def test_convert_prints_a_summary(run: Any, plain_plan: tuple[Path, Path], here: Path) -> None:
-    """Exit 0: a line for each component and how to load it on stdout, nothing on stderr."""
-    folder, plan = plain_plan
-    code, out, err = run("convert", folder, "out", "--plan", plan)
-    assert (code, err) == (0, "")
-    exact = "Apart from the rounding of its weights to fp16, it equals the original, bit for bit."
-    for text in (
-        "text_encoder",
-        "unet",
-        "vae",
-        "not proven to stay in range, and without Stopdown nothing watches",
-    ):
-        assert text in " ".join(out.split())
-    assert 'from_pretrained("out", dtype=torch.float16)\n' in out
-    code, out, _ = run("convert", folder, "out", "--plan", plan, "--force", "--verbose")
-    assert exact in " ".join(out.split())
-    assert sorted(path.name for path in here.iterdir()) == ["out", "plan.json"]
-    code, out, _ = run("convert", folder, "out", "--plan", plan, "--force", "--json")
-    assert (code, json.loads(out)["kind"]) == (0, "conversion")
-
-
-def test_convert_refuses_in_one_line(run: Any, plain_plan: tuple[Path, Path], here: Path) -> None:
-    """An unknown component, and a file where a folder is asked for."""
-    folder, plan = plain_plan
-    for arguments, message in (
-        (["out", "--leave", "me"], "--leave me names no component of "),
-        (["out.safetensors", "--to", "diffusers"], "OUT out.safetensors is a "),
-    ):
-        code, out, err = run("convert", folder, *arguments, "--plan", plan)
-        assert (code, out) == (2, "")
-        assert err.startswith(f"stopdown: {message}")
-        assert err.count("\n") == 1
-    assert sorted(path.name for path in here.iterdir()) == ["plan.json"]
-
-
-# ---------------------------------------------------------------------------------------------
 # run, and journals
-
-
-def test_run_keeps_what_is_the_scripts_own(run: Any, here: Path) -> None:
-    """Its arguments, also those that look like options, its standard output and its exit code."""
-    (here / "own.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(5)")
-    code, out, err = run("run", "own.py", "--device", "gpu", "--help", "-m")
-    assert (code, out) == (5, "['--device', 'gpu', '--help', '-m']\n")
-    assert err == "stopdown: own.py called no torch module: there was nothing to guard.\n"
-    code, out, err = run("run", "--json", "own.py")
-    assert (code, err) == (5, "")
-    record = json.loads(out.removeprefix("[]\n"))
-    assert (record["kind"], record["exit_code"], record["runs"]) == ("script", 5, [])
-
-
-@pytest.mark.thorough
-def test_run_says_what_was_repaired(run: Any, save_tiny: SaveTiny, here: Path) -> None:
-    """A pipeline that overflows: a sentence when it is repaired, and a line at the end."""
-    folder = save_tiny("cogview3plus", overflow="vae")
-    (here / "paint.py").write_text(
-        "import sys, torch\nfrom diffusers import CogView3PlusPipeline as Pipeline\n"
-        "pipe = Pipeline.from_pretrained(sys.argv[1], dtype=torch.float16)\n"
-        "pipe('a', height=32, width=32, max_sequence_length=16, num_inference_steps=1)\n"
-    )
-    code, out, err = run("run", "paint.py", folder)
-    assert (code, out) == (0, "")
-    assert err.count("Rescaled `vae.decode` by powers of two. ") == 1
-    assert re.search(
-        r"^stopdown: run 1, CogView3PlusPipeline: .*vae.*: rescaled, 1 call", err, re.M
-    )
 
 
 def test_a_journal_stands_on_the_card(run: Any, save_tiny: SaveTiny, here: Path) -> None:
@@ -663,21 +561,3 @@ def test_a_journal_stands_on_the_card(run: Any, save_tiny: SaveTiny, here: Path)
     said = "".join(out.replace("│", " ").split())  # a long path is broken somewhere
     assert re.search(r"journal0callsansweredfrom\S+kept,\d+callswritten", said)
     assert list((here / "kept").iterdir()) == []
-
-
-def test_a_forecast_is_made_for_a_card_that_is_not_here(run: Any) -> None:
-    """A run is somewhere, and a profile is refused; for a forecast nothing runs, and it is not."""
-    code, _, err = run("generate", "shapes", "a", "--device", "t4")
-    assert code == 2
-    assert err.startswith("stopdown: --device t4 is a profile of the NVIDIA T4")
-    _, _, err = run("fit", "shapes", "--device", "t4", "--memory", "a lot")
-    assert "profile" not in err
-
-
-@pytest.mark.thorough
-def test_a_forecast_takes_no_more_than_the_card_has(run: Any) -> None:
-    """A limit beyond the card's memory is that of the card, and that is said."""
-    code, out, err = run("fit", "shapes", "--device", "t4", "--memory", "64GiB", "--json")
-    assert code == 0
-    assert json.loads(out)["limit_bytes"] == find_profile("t4").memory_bytes
-    assert "NVIDIA T4 has 14.6 GiB, less than the 64.0 GiB of --memory" in err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from pathlib import Path
@@ -12,21 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+from models.comparisons import SMALL, run_by_hand
 from models.snapshots import assert_untouched
 from stopdown import compare, testing
 from stopdown.comparison import cells as cells_module
 from stopdown.comparison import matrix
-from stopdown.comparison.probes import Probe, find_block_paths
 from stopdown.comparison.records import Comparison
 from stopdown.comparison.subjects import Subject, describe_subject
-from stopdown.component_calls.components import find_components
 from stopdown.errors import OptionError
-from stopdown.number_formats import FP16
-from stopdown.pipelines.requests import Request, build_arguments
-from stopdown.pipelines.results import read_frames
+from stopdown.pipelines.requests import Request
 
 PROMPTS = ["a red circle", "a blue square"]
-SMALL = Request(frames=5, height=32, width=32)
 
 
 def small(**changes: Any) -> Request:
@@ -46,18 +41,6 @@ def made(pipe: Any) -> Comparison:
     with assert_untouched(pipe):
         names = "fp32,bf16,fp16-plain,clamp,fp16"
         return compare(pipe, PROMPTS, names, request=small(steps=2, seed=5))
-
-
-def run_by_hand(pipe: Any, prompt: str, seed: int, dtype: torch.dtype) -> np.ndarray:
-    """`[T, H, W, 3]`: the pipeline as its own documentation runs it."""
-    alone = copy.deepcopy(pipe)
-    for module in find_components(alone).values():
-        module.to(dtype)
-    request = dataclasses.replace(SMALL, prompt=prompt, steps=2, seed=seed)
-    arguments = build_arguments(alone, request)
-    alone.set_progress_bar_config(disable=True)
-    with torch.no_grad():
-        return read_frames(alone(**arguments))
 
 
 @pytest.mark.thorough
@@ -212,41 +195,3 @@ def test_a_pipeline_in_memory_has_one_precision(pipe: Any) -> None:
     assert "Save it with save_pretrained and compare the folder." in made.rows[0].cells[1].error
     with pytest.raises(OptionError, match="it has 1"):
         compare(pipe, PROMPTS[:1], "fp32", request=Request(steps=1))
-
-
-def test_a_probe_is_silent_and_gone(pipe: Any) -> None:
-    """A probed run gives the same bits, and the pipeline is as it was, also after an error."""
-    bare = run_by_hand(pipe, "a", 0, torch.float32)
-    arguments = build_arguments(pipe, dataclasses.replace(SMALL, prompt="a", steps=2))
-    pipe.set_progress_bar_config(disable=True)
-    with assert_untouched(pipe), Probe(pipe) as probe, torch.no_grad():
-        assert np.array_equal(read_frames(pipe(**arguments)), bare)
-    assert len(probe.trace.latents) == 2
-    with assert_untouched(pipe), pytest.raises(ZeroDivisionError), Probe(pipe):
-        raise ZeroDivisionError
-
-
-def test_blocks_are_members_of_lists_and_what_stands_beside() -> None:
-    """Each block of a list is named, a projection beside the list too, what is inside a block not."""
-    inner = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    block = torch.nn.Module()
-    block.inner = torch.nn.Linear(2, 2)
-    model = torch.nn.Module()
-    model.first, model.blocks = torch.nn.Linear(2, 2), torch.nn.ModuleList([block, inner])
-    assert find_block_paths(model) == ("first", "blocks.0", "blocks.1", "blocks.1.0")
-
-
-def test_saturated_values_are_counted() -> None:
-    """Values at the very end of fp16 are counted in fp16 and nowhere else."""
-    pipe = testing.make_pipeline("cogvideox")
-    pipe.transformer.half()
-    with torch.no_grad():
-        pipe.transformer.proj_out.bias.fill_(FP16.largest)
-    call = {
-        "hidden_states": torch.zeros(1, 2, 4, 4, 4).half(),
-        "encoder_hidden_states": torch.zeros(1, 8, pipe.transformer.config.text_embed_dim).half(),
-        "timestep": torch.tensor([5]),
-    }
-    with Probe(pipe) as probe, torch.no_grad():
-        pipe.transformer(**call)
-    assert probe.trace.saturated > 0

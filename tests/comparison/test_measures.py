@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import dataclasses
-import io
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from models.comparisons import draw_clip, make_comparison
+from models.comparisons import draw_clip
 from stopdown.app.compare_command import LONGEST, read_prompts
-from stopdown.comparison.cells import (
-    fail_cell,
-    make_sheet,
-    read_outcome,
-    share_bytes,
-    write_outcome,
-)
 from stopdown.comparison.measures import (
     clean_frames,
     draw_heats,
@@ -31,17 +20,9 @@ from stopdown.comparison.measures import (
     measure_frames,
     measure_latents,
 )
-from stopdown.comparison.precision_lists import parse_precisions
 from stopdown.comparison.probes import Trace
-from stopdown.comparison.records import SPOILT, Cell, Comparison, Heat, Measures, Thresholds
-from stopdown.comparison.verdicts import (
-    choose_reference,
-    judge_cell,
-    rank_precisions,
-    recommend,
-)
-from stopdown.errors import InputError, OptionError
-from stopdown.records import Finding, from_json, to_json
+from stopdown.comparison.records import SPOILT, Heat
+from stopdown.errors import InputError
 
 # Prompts
 
@@ -70,50 +51,6 @@ def test_a_file_without_a_prompt_is_refused(tmp_path: Path) -> None:
         read_prompts(path)
     with pytest.raises(InputError, match="no such file or directory"):
         read_prompts(tmp_path / "none.txt")
-
-
-def test_a_finished_cell_that_was_changed_is_named(tmp_path: Path) -> None:
-    """The message says what to remove; a cell as it was written comes back."""
-    path = tmp_path / "cell.msgpack"
-    write_outcome(fail_cell("bf16", "no memory"), path)
-    assert read_outcome(path).cell.error == "no memory"
-    content = path.read_bytes()
-    for changed in (b"", content[:40], content.replace(b"precision", b"precisiom")):
-        path.write_bytes(changed)
-        with pytest.raises(InputError, match=r"cell\.msgpack cannot be read: .*rm "):
-            read_outcome(path)
-
-
-# Precisions
-
-
-def test_a_list_of_precisions_is_read() -> None:
-    """Names, plans' files and lists by component are told apart; other spellings are known."""
-    text = "fp32, float16,autocast,clamp,my/plan.json,transformer=bf16+vae=fp32"
-    found = parse_precisions(text)
-    assert found == ("fp32", "fp16", "autocast", "clamp", "my/plan.json", text.split(",")[-1])
-    again = parse_precisions(["fp32,float16", "transformer=bf16,vae.decode=full", "vae=fp16"])
-    assert again == ("fp32", "fp16", "transformer=bf16+vae.decode=fp32", "vae=fp16")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("fp32", "it has 1"),
-        ("", "it has 0"),
-        ("fp16,half", "fp16 is listed twice"),
-        (
-            "fp32,fp17",
-            "'fp17' is unknown. Known values are fp32, bf16, fp16, fp16-plain, autocast, clamp, auto",
-        ),
-        ("fp32,vae=fp16+vae=fp32", "asks for vae=fp16 and for vae=fp32"),
-        ("fp32,transformer=bf16,vae=fp32", r"two ways.* For one write transformer=bf16\+vae=fp32"),
-    ],
-)
-def test_other_lists_are_refused(text: str, message: str) -> None:
-    """A list with fewer than two, with one twice, or with an unknown one is refused."""
-    with pytest.raises(OptionError, match=message):
-        parse_precisions(text)
 
 
 # Measures
@@ -250,120 +187,3 @@ def test_heats_of_prompts_are_joined_to_the_tighter() -> None:
     other = (Heat("t", ("b.0", "b.9"), ((-2.0, 3.0), (5.0, None))),)
     joined = join_heats([one, other])
     assert joined == (Heat("t", ("b.0", "b.1", "b.9"), ((-2.0, 3.0), (SPOILT,), (5.0, None))),)
-
-
-# Verdicts
-
-GOOD = Measures(False, 0.01, 40.0, 0.99, 0.02, 0.01)
-
-
-def test_each_limit_is_found() -> None:
-    """A measure beyond its limit makes another picture and is named; one within does not."""
-    reference = Cell("fp32")
-    cell = Cell("bf16", measures=GOOD)
-    assert judge_cell(cell, reference, Thresholds()).verdict == "same"
-    limits = {"psnr_db": 41.0, "ssim": 0.995, "flip": 0.01, "flicker": 0.001}
-    for name, limit in limits.items():
-        asked = dataclasses.replace(Thresholds(), **{name: limit})
-        judged = judge_cell(cell, reference, asked)
-        assert judged.verdict == "other", name
-        assert f"{limit:g} was asked" in judged.reasons[0]
-
-
-def test_each_break_is_found() -> None:
-    """NaN and frames that the reference does not have make a cell broken; an error makes it failed."""
-    reference, black = Cell("fp32"), Finding("black-frames", "frames", "All black.", "")
-    assert judge_cell(Cell("x", non_finite=1), reference, Thresholds()).verdict == "broken"
-    assert judge_cell(Cell("x", findings=(black,)), reference, Thresholds()).verdict == "broken"
-    assert judge_cell(Cell("x", error="gone"), reference, Thresholds()).reasons == ("gone",)
-    dark = Cell("fp32", findings=(black,))  # a night scene: the reference is as dark
-    cell = Cell("x", findings=(black,), measures=GOOD)
-    assert judge_cell(cell, dark, Thresholds()).verdict == "same"
-
-
-def test_the_reference_is_the_most_precise_that_is_sound() -> None:
-    """fp32 before rescaled fp16 before bf16; what is broken is passed over."""
-    names = ["bf16", "fp16-plain", "clamp", "plan.json", "fp32", "autocast"]
-    ranked = rank_precisions(names, needs_clamp=False)
-    assert ranked == ["fp32", "autocast", "plan.json", "bf16", "fp16-plain", "clamp"]
-    cells = [Cell("bf16"), Cell("autocast", non_finite=3), Cell("plan.json")]
-    assert choose_reference(cells, ranked) == "plan.json"
-    assert choose_reference([Cell("bf16", error="gone")], ["bf16"]) == "bf16"
-
-
-def test_a_model_that_needs_its_clamp_is_judged_in_fp16() -> None:
-    """Where a clamp is part of the model, fp32 without it is not the reference."""
-    ranked = rank_precisions(["fp32", "bf16", "fp16-plain"], needs_clamp=True)
-    assert (
-        choose_reference([Cell("fp32"), Cell("bf16"), Cell("fp16-plain")], ranked) == "fp16-plain"
-    )
-
-
-def test_the_fastest_of_the_same_pictures_is_recommended() -> None:
-    """Broken precisions are never recommended, however fast they are."""
-    made = make_comparison()
-    times = {"fp32": 1.0, "bf16": 0.5, "fp16-plain": 0.1, "fp16": 0.25}
-    variants = [dataclasses.replace(v, time_ratios={"all": times[v.name]}) for v in made.variants]
-    best, headline = recommend(variants, "cpu")
-    assert best == "fp16"
-    verdict = "bf16 and fp16 give the same pictures as fp32; fp16-plain is broken."
-    assert headline == f"{verdict} Use fp16 on cpu, which takes 0.25 of the reference's time."
-    assert recommend(variants, "cpu", prompts=2)[1] == f"{verdict} Use fp16 on cpu."
-    slow = [dataclasses.replace(x, time_ratios={"all": 1.0 + (x.name != "fp32")}) for x in variants]
-    assert recommend(slow, "cpu") == (
-        "fp32",
-        f"{verdict} Use fp32 on cpu: nothing that gives the same pictures is faster.",
-    )
-    none, said = recommend([v for v in variants if v.name == "fp16-plain"], "cpu")
-    assert none is None
-    assert said.startswith("None of these precisions")
-
-
-def test_a_failed_cell_fails_its_precision_alone() -> None:
-    """One prompt that did not run stands in its place; the other precisions keep their verdicts."""
-    made = make_comparison(3, error="MemoryError: no room")
-    verdicts = {v.name: v.verdict for v in made.variants}
-    assert verdicts == {
-        "fp32": "reference",
-        "bf16": "failed",
-        "fp16-plain": "broken",
-        "fp16": "same",
-    }
-    bf16 = next(v for v in made.variants if v.name == "bf16")
-    assert bf16.reasons[0] == "Of 3 prompts: 2 the same picture, 1 did not run."
-    assert "fp16 is closer to the reference than bf16 on 3 of 3 prompts." in made.reasons
-
-
-# Pictures and records
-
-
-def test_a_small_clip_is_kept_without_loss() -> None:
-    """Every pixel of every frame comes back from the sheet."""
-    frames = (draw_clip(4) * 255).round().astype(np.uint8)
-    sheet = make_sheet(frames, 100_000)
-    whole = np.asarray(Image.open(io.BytesIO(base64.b64decode(sheet.data))).convert("RGB"))
-    for index, frame in enumerate(frames):
-        y, x = (index // sheet.columns) * sheet.height, (index % sheet.columns) * sheet.width
-        assert np.array_equal(whole[y : y + sheet.height, x : x + sheet.width], frame)
-
-
-def test_a_large_clip_is_made_to_fit() -> None:
-    """Noise that does not compress is made smaller until it fits; its frames stay in order."""
-    frames = np.random.default_rng(0).integers(0, 256, (16, 96, 96, 3), np.uint8)
-    sheet = make_sheet(frames, 12_000)
-    assert len(base64.b64decode(sheet.data)) <= 12_000
-    assert sheet.width < 96 or sheet.every > 1
-    assert sheet.frames * sheet.every >= 16
-
-
-def test_twenty_prompts_by_six_stay_below_thirty_megabytes() -> None:
-    """All shares together, difference maps and base64 included, leave room for the page."""
-    cells = 20 * 6
-    pictures = cells * (share_bytes(cells) + share_bytes(cells) // 3)
-    assert pictures * 4 / 3 < 28_000_000
-
-
-def test_a_comparison_survives_json() -> None:
-    """A record comes back from its JSON unchanged."""
-    made = make_comparison()
-    assert from_json(to_json(made), Comparison) == made

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import Node
 
 from models.rescaling_models import make_example, scale_weights
@@ -294,4 +295,21 @@ class _Plain(GraphRun):
         return found.to(held.dtype) if held.is_floating_point() else found
 
 
-__all__ = ["Bounded", "bound_example", "climb", "draw_inputs", "run_in_fp16"]
+def bound_module(module: nn.Module, *args: torch.Tensor) -> Bounded:
+    """A module called with the given arguments, with its bounds."""
+    return bound_one(module.eval().requires_grad_(False), module, args, {})
+
+
+class Cut(nn.Module):
+    """Keeps as many rows as a picture has places: a product of sizes, which is no value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        height, width = sizes.tolist()
+        return self.norm(self.inner(x)[:, : height * width])
+
+
+__all__ = ["Bounded", "Cut", "bound_example", "bound_module", "climb", "draw_inputs", "run_in_fp16"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from typing import Any
 
 import numpy as np
+import torch
 
 from stopdown.comparison.cells import make_sheet
 from stopdown.comparison.measures import measure_frames
@@ -22,8 +24,11 @@ from stopdown.comparison.records import (
     Variant,
 )
 from stopdown.comparison.verdicts import compare_pairs, judge_cell, judge_variant, recommend
+from stopdown.component_calls.components import find_components
 from stopdown.frames.frame_faults import find_frame_faults
 from stopdown.frames.media import to_uint8
+from stopdown.pipelines.requests import Request, build_arguments
+from stopdown.pipelines.results import read_frames
 from stopdown.records import (
     BlockMaximum,
     CallSummary,
@@ -172,3 +177,18 @@ def _make_variant(name: str) -> Variant:
     entry = ComponentPlan("transformer", "Drawn", "", "fp16", Scaling({"block.0.weight": -3}))
     plan = Plan("drawn", "", "DrawnPipeline", "fp16", {}, (entry,), "cpu", 0.1)
     return dataclasses.replace(variant, plan=plan)
+
+
+SMALL = Request(frames=5, height=32, width=32)
+
+
+def run_by_hand(pipe: Any, prompt: str, seed: int, dtype: torch.dtype) -> np.ndarray:
+    """`[T, H, W, 3]`: the pipeline as its own documentation runs it."""
+    alone = copy.deepcopy(pipe)
+    for module in find_components(alone).values():
+        module.to(dtype)
+    request = dataclasses.replace(SMALL, prompt=prompt, steps=2, seed=seed)
+    arguments = build_arguments(alone, request)
+    alone.set_progress_bar_config(disable=True)
+    with torch.no_grad():
+        return read_frames(alone(**arguments))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -13,32 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.normalization import RMSNorm
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import stopdown
-from models.conversions import assert_right, convert_made, plan_plainly, run_plain
+from models.conversions import assert_right, convert_made, run_plain
 from models.pipeline_calls import call_pipeline, load_plain
 from models.single_file_layout import name_pipeline
-from models.snapshots import assert_untouched
 from stopdown import __version__
 from stopdown.checkpoints import component_folders, file_exponents
 from stopdown.checkpoints import convert as convert_module
 from stopdown.checkpoints.convert import convert
-from stopdown.checkpoints.file_exponents import (
-    FileExponents,
-    express_component,
-    find_eps_fields,
-    list_eps,
-)
 from stopdown.checkpoints.output_places import Target
 from stopdown.dtype_rules import check
-from stopdown.errors import OptionError, OutputError, ScalingError
-from stopdown.interception.patches import Patches
-from stopdown.module_calls.call import ComponentCall
-from stopdown.module_calls.call_interception import Rank, put_layer
-from stopdown.module_calls.callee import Callee
+from stopdown.errors import OptionError, OutputError
 from stopdown.numerics import relative_l2
 from stopdown.pipelines import single_files
 from stopdown.pipelines.loader import load_pipeline
@@ -49,15 +36,9 @@ from stopdown.pipelines.single_files import (
     trace_rows,
     write_single_file,
 )
-from stopdown.plans.exponents import scale_component
 from stopdown.plans.plan_files import seal_plan
-from stopdown.records import ComponentPlan, Conversion, Plan, Scaling, from_json
-from stopdown.scaling.folding.folds import fold_scaling, load_scaled
-from stopdown.scaling.rescale import rescale_
-from stopdown.scaling.trials import folds_alone
-from stopdown.sources.single_file_names import Layout
+from stopdown.records import Conversion, Plan, from_json
 from stopdown.sources.sources import resolve_source
-from stopdown.testing import make_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -93,35 +74,6 @@ def test_other_pipelines_render_right(
     record = convert_made(name, folder, tmp_path / "out", plan)
     assert {entry.precision for entry in record.components} == {"fp16"}
     assert_right(run_plain(name, folder, tmp_path / "out"))
-
-
-def test_folds_go_from_the_stored_format_to_fp16(
-    save_tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a plan has folds alone nothing is in fp32 on the way: each weight is rounded once from bf16."""
-    source, name = resolve_source(save_tiny("sd", "bf16")), "conv_in.weight"
-    plan = plan_plainly("sd", save_tiny("sd", "bf16"))
-    scaling = {"unet": Scaling(exponents={name: -20})}
-    entries = [
-        dataclasses.replace(x, scaling=scaling.get(x.component, Scaling())) for x in plan.components
-    ]
-    seen: dict[str, set[torch.dtype]] = {}
-
-    def watch(module: torch.nn.Module, *given: Any) -> Any:
-        seen[type(module).__name__] = {x.dtype for x in module.parameters()}
-        return load_scaled(module, *given)
-
-    monkeypatch.setattr(component_folders, "load_scaled", watch)
-    convert(
-        source, tmp_path / "out", seal_plan(dataclasses.replace(plan, components=tuple(entries)))
-    )
-    assert len(seen) == len(entries)
-    assert set.union(*seen.values()) == {torch.bfloat16}
-    file = "unet/diffusion_pytorch_model.safetensors"
-    before, after = load_file(source.path / file), load_file(tmp_path / "out" / file)
-    for key, value in before.items():
-        wanted = torch.ldexp(value.double(), torch.tensor(-20 if key == name else 0)).half()
-        assert torch.equal(after[key], wanted)
 
 
 def test_a_folder_has_what_the_original_had(converted: tuple[Path, Path, Conversion]) -> None:
@@ -220,21 +172,6 @@ def test_the_record_says_what_was_left(converted: tuple[Path, Path, Conversion])
     assert record.load == (
         f'StableDiffusionPipeline.from_pretrained("{output}", dtype=torch.float16)'
     )
-
-
-def test_what_is_left_is_copied(
-    save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
-) -> None:
-    """`--leave` copies a component's files to the byte; loading it is told."""
-    folder, plan = save_planned("sd")
-    others = [e.component for e in plan.components if e.component != "text_encoder"]
-    record = convert_made("sd", folder, tmp_path / "out", plan, leave=others)
-    for name in others:
-        file = f"{name}/diffusion_pytorch_model.safetensors"
-        assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes()
-    assert [e.precision for e in record.components if e.component in others] == ["as stored"] * 2
-    assert '"unet": torch.bfloat16' in record.load
-    assert '"default": torch.float16' in record.load
 
 
 # ---------------------------------------------------------------------------------------------
@@ -485,191 +422,6 @@ def test_a_fused_layout_is_written_back(tmp_path: Path, monkeypatch: pytest.Monk
 # Eps
 
 
-@pytest.fixture(scope="module")
-def encoder() -> tuple[Any, ComponentPlan, ComponentCall]:
-    """A T5 beyond fp16, its exponents, and a call of it."""
-    module = make_pipeline("cogvideox", overflow="text_encoder").text_encoder
-    tokens = torch.arange(8)[None]
-    rescaling = rescale_(module, (tokens,))
-    rescaling.undo()
-    entry = ComponentPlan("text_encoder", "T5EncoderModel", "", "fp16", rescaling.scaling)
-    call = ComponentCall(Callee("text_encoder", module, "forward", "encode"), (tokens,), {})
-    return module, entry, call
-
-
-def test_fields_are_found_by_doubling_them() -> None:
-    """A field sets the norms that double with it; eps in a class's code belong to none."""
-    pipe = make_pipeline("cogvideox")
-    fields = find_eps_fields(pipe.text_encoder)
-    assert fields == {"layer_norm_epsilon": frozenset(list_eps(pipe.text_encoder))}
-    fields = find_eps_fields(pipe.transformer)
-    assert list(fields) == ["norm_eps"]
-    left = list_eps(pipe.transformer).keys() - fields["norm_eps"]
-    assert left == {f"transformer_blocks.{i}.attn1.norm_{x}.eps" for i in (0, 1) for x in "qk"}
-    assert find_eps_fields(torch.nn.LayerNorm(4)) == {}
-
-
-def test_a_field_makes_a_component_exact(
-    encoder: tuple[Any, ComponentPlan, ComponentCall],
-) -> None:
-    """Built from the changed configuration, with the folded weights, a T5 is bit for bit the same."""
-    module, entry, call = encoder
-    with assert_untouched(module):
-        found = express_component(module, entry, lambda: [])
-    assert (found.left, found.effect, found.anew) == ({}, 0.0, False)
-    config = type(module.config)(**{**module.config.to_dict(), **found.fields})
-    built = type(module)(config).eval()
-    rescaling = fold_scaling(module, entry.scaling)
-    built.load_state_dict(module.state_dict())
-    rescaling.undo()
-    assert list_eps(built) != list_eps(module)
-    with torch.no_grad():
-        assert torch.equal(built(*call.args)[0], module(*call.args)[0])
-
-
-def test_what_a_file_cannot_hold_is_found_anew(
-    encoder: tuple[Any, ComponentPlan, ComponentCall],
-) -> None:
-    """A plan with a multiply is solved again by folds alone; without a configuration eps stay."""
-    module, entry, call = encoder
-    multiplied = dataclasses.replace(entry.scaling, multiplies={"encoder.block.0": -2})
-    with_multiply = dataclasses.replace(entry, scaling=multiplied)
-    partly = dataclasses.replace(entry.scaling, outputs={0: 3}, fp32_modules=("encoder",))
-    wide = dataclasses.replace(entry, scaling=partly)
-    assert file_exponents.describe_rest(with_multiply) == "1 multiply"
-    assert file_exponents.describe_rest(wide) == "the fp32 module encoder and an output in fp32"
-    assert not file_exponents._is_folds_alone(module, wide)
-    with pytest.raises(ScalingError, match=r"^Its plan has 1 multiply, and no run of the pipeline"):
-        express_component(module, with_multiply, lambda: [])
-    with assert_untouched(module):
-        found = express_component(module, with_multiply, lambda: [call])
-        bare = express_component(module, entry, lambda: [call], has_config=False)
-    assert (found.anew, found.left, found.scaling.multiplies) == (True, {}, {})
-    assert list(found.fields) == ["layer_norm_epsilon"]
-    assert bare.left
-    assert (bare.fields, bare.calls) == ({}, 1)
-
-
-def test_squares_fit_where_readers_keep_them_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A norm of Diffusers squares in fp32; one that squares in its input's format needs smaller inputs.
-
-    Exponents are looked for beneath the layers that a run has put on the module.
-    """
-    torch.manual_seed(0)
-    norm = RMSNorm(8, eps=1e-8, elementwise_affine=False)
-    module = torch.nn.Sequential(torch.nn.Linear(8, 8), norm, torch.nn.Linear(8, 8)).eval()
-    module[0].weight.data *= 2.0**16
-    tokens = torch.randn(4, 8)
-    rescaling = rescale_(module, (tokens,))
-    rescaling.undo()
-    entry = ComponentPlan("vae", "Sequential", "", "fp16", rescaling.scaling)
-    call = ComponentCall(Callee("vae", module, "forward", "decode"), (tokens,), {})
-    express = functools.partial(express_component, module, entry, lambda: [call])
-    assert _find_largest_output(module, express(has_config=False).scaling, tokens) > 256
-    layout = Layout("Sequential", "", (), narrow=("RMSNorm",))
-    monkeypatch.setattr(file_exponents, "read_layouts", lambda: {"Sequential": layout})
-    with Patches() as patches:
-        put_layer(module, "forward", _refuse, patches, Rank.RECORD)
-        narrow = express(has_config=False)
-    assert narrow.anew
-    assert 1 < _find_largest_output(module, narrow.scaling, tokens) < 256
-    assert express(has_config=True).scaling.exponents == entry.in_force.exponents
-
-
-def _find_largest_output(
-    module: torch.nn.Sequential, scaling: Scaling, tokens: torch.Tensor
-) -> float:
-    """Of the first layer, with these exponents."""
-    rescaling = fold_scaling(module, scaling)
-    with torch.no_grad():
-        largest = float(module[0](tokens).abs().max())
-    rescaling.undo()
-    return largest
-
-
-@pytest.mark.thorough
-def test_exponents_found_anew_rest_on_bounds(
-    encoder: tuple[torch.nn.Module, ComponentPlan, ComponentCall], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where those of the plan do: a certificate is made again for folds alone, or it is gone."""
-    module, entry, call = encoder
-    certified, _ = scale_component(module, [call], ranges="bound")
-    assert certified.certified
-    multiplied = dataclasses.replace(certified, multiplies={"encoder.block.0": -2})
-    planned = dataclasses.replace(entry, scaling=multiplied)
-    found = express_component(module, planned, lambda: [call])
-    assert found.anew
-    assert found.scaling.certified
-    assert found.scaling.range_note.startswith(f"100 % of {found.scaling.values} fp16 values")
-    measured = dataclasses.replace(entry.scaling, multiplies={"encoder.block.0": -2})
-    plain = express_component(module, dataclasses.replace(entry, scaling=measured), lambda: [call])
-    assert (plain.anew, plain.scaling.certified) == (True, False)
-    monkeypatch.setattr(folds_alone, "scale_by_bounds", _refuse)
-    assert not express_component(module, planned, lambda: [call]).scaling.certified
-
-
-def _refuse(*_: Any, **__: Any) -> Any:
-    raise ScalingError("no bounds")
-
-
-def test_the_effect_of_an_eps_is_measured() -> None:
-    """A LayerNorm whose input is scaled and whose eps is not changes the output by what is said."""
-    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
-    callee = Callee("m", module, "forward", "denoise")
-    calls = [ComponentCall(callee, (torch.randn(4, 8),), {})]
-    folds = {"0.weight": -8, "0.bias": -8}
-    with assert_untouched(module), torch.no_grad():
-        whole = Scaling(exponents=folds, eps={"1.eps": -16})
-        before = module(*calls[0].args)
-        exact = file_exponents._measure_effect(module, FileExponents(whole), calls, [before])
-        folded = FileExponents(Scaling(exponents=folds))
-        left = file_exponents._measure_effect(module, folded, calls, [before])
-    assert exact == {"effect": 0.0, "calls": 1}
-    rescaling = fold_scaling(module, Scaling(exponents=folds))
-    after = module(*calls[0].args).detach()
-    rescaling.undo()
-    error = float((after - before).double().norm() / before.double().norm())
-    assert left["effect"] == pytest.approx(error)
-    assert error > 0.1
-
-
-@pytest.mark.thorough
-def test_an_effect_beyond_the_limit_is_refused(
-    save_planned: Callable[..., tuple[Path, Plan]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All components in one message, with the norms, the change and both ways on; nothing is left."""
-    folder, plan = save_planned("sd", "native")
-    monkeypatch.setattr(file_exponents, "_measure_effect", lambda *_: {"effect": 0.25, "calls": 9})
-    monkeypatch.setattr(
-        folds_alone,
-        "measure_kinds",
-        lambda *_: [SimpleNamespace(measured=None, capture=SimpleNamespace(signature="forward()"))],
-    )
-    monkeypatch.setattr(folds_alone.FoldsAlone, "find", lambda *_, **__: None)
-    with pytest.raises(OptionError) as caught:
-        convert_made("sd", folder, tmp_path / "out", plan, leave=["vae"])
-    assert str(caught.value) == (
-        f"{folder} cannot be written in fp16 for programs without Stopdown. unet: no configuration "
-        "field sets conv_norm_out.eps, down_blocks.0.attentions.0.norm.eps, "
-        "down_blocks.0.attentions.0.transformer_blocks.0.norm1.eps and "
-        f"{count_left(plan) - 3} more, and without it the "
-        "output is 2.5e-01 off in 9 calls; up to 4.9e-04 is accepted. Files can only contain weights and "
-        "configs, but no multiplications, fp32 modules or "
-        "casts. Write unchanged what cannot be converted: "
-        'leave="unet". Or accept the difference: allow="eps". Or run the plan itself: stopdown '
-        f"generate {folder} --precision PLAN."
-    )
-    assert list(tmp_path.iterdir()) == []
-    record = convert_made("sd", folder, tmp_path / "out", plan, leave=["vae"], allow=["eps"])
-    assert next(e.effect for e in record.components if e.component == "unet") == 0.25
-
-
-def count_left(plan: Plan) -> int:
-    return len(next(entry.in_force.eps for entry in plan.components if entry.component == "unet"))
-
-
 # ---------------------------------------------------------------------------------------------
 # Refusals
 
@@ -737,126 +489,3 @@ def test_a_component_that_its_plan_leaves_out_is_refused(
         f'leave="you-net" names no component of {folder}. Its components are vae, text_encoder, unet. '
         'Use leave="vae".'
     )
-
-
-def test_what_convert_did_not_write_is_never_replaced(
-    save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
-) -> None:
-    """A folder of anything, an original model, the source itself: refused, also with `force`."""
-    folder, plan = save_planned("sd")
-    taken, model, inside = tmp_path / "taken", tmp_path / "model", folder / "unet"
-    for place, name in ((taken, "letter.txt"), (model, "model_index.json")):
-        place.mkdir()
-        (place / name).write_text("{}")
-    only = "Only what Stopdown wrote there for the same purpose is replaced. Choose another name as OUT."
-    foreign = "would replace a folder that convert did not write."
-    for place, message in (
-        (taken, f"The output {taken} {foreign} {only}"),
-        (model, f"The output {model} {foreign} {only}"),
-        (folder, f"OUT {folder} is the model itself. Give another place; it is not overwritten."),
-        (inside, f"OUT {inside} lies in the folder of the model, {folder}. "
-         "The output must not contain what is read. Give another place."),
-    ):  # fmt: skip
-        with pytest.raises(OutputError) as caught:
-            convert(folder, place, plan, allow=["overwrite"])
-        assert str(caught.value) == message
-    assert sorted(path.name for path in tmp_path.rglob("*")) == [
-        *("letter.txt", "model", "model_index.json", "taken")
-    ]
-
-
-def test_force_replaces_what_convert_wrote(
-    save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
-) -> None:
-    """A converted folder is replaced with `force` alone, also through a link, which stays a link."""
-    folder, plan = save_planned("sd")
-    out, link = tmp_path / "out", tmp_path / "link"
-    leave = ["unet", "vae", "text_encoder"]
-    first = convert_made("sd", folder, out, plan, leave=leave)
-    assert first.files["unet/config.json"] == (out / "unet" / "config.json").stat().st_size
-    with pytest.raises(
-        OutputError,
-        match=r"out holds a model that convert wrote before\..* another place: .*out-2\.",
-    ):
-        convert_made("sd", folder, out, plan, leave=leave)
-    link.symlink_to(out)
-    before = (out / "model_index.json").stat().st_ino
-    convert_made("sd", folder, link, plan, leave=leave, allow=["overwrite"])
-    assert (out / "model_index.json").stat().st_ino != before
-    assert link.is_symlink()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out"]
-
-
-@pytest.mark.parametrize("name", [".git/HEAD", "lora.safetensors", "unet/config.json", "adapter"])
-def test_force_spares_what_was_put_there(
-    name: str, save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
-) -> None:
-    """A file, a changed file, a link or an empty folder of somebody else's is named, and stays."""
-    folder, plan = save_planned("sd")
-    leave = ["unet", "vae", "text_encoder"]
-    out = tmp_path / "out"
-    convert_made("sd", folder, out, plan, leave=leave)
-    (out / name).parent.mkdir(exist_ok=True)
-    if name == "adapter":
-        (out / name).symlink_to(tmp_path)
-    else:
-        (out / name).write_text("mine")
-    with pytest.raises(OutputError) as caught:
-        convert_made("sd", folder, out, plan, leave=leave, allow=["overwrite"])
-    assert f"a folder with files that convert did not write so: {name}." in str(caught.value)
-    assert (out / name).is_dir() or (out / name).read_text() == "mine"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_force_spares_sources_and_plans_inside(
-    save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
-) -> None:
-    """A model that lies in OUT, reaches into it by a link, or whose plan lies there, is not deleted."""
-    from stopdown.plans.plan_files import write_plan
-
-    folder, plan = save_planned("sd")
-    leave = ["unet", "vae", "text_encoder"]
-    out = tmp_path / "out"
-    convert_made("sd", folder, out, plan, leave=leave)
-    linked = tmp_path / "linked"
-    linked.mkdir()
-    for path in folder.iterdir():
-        (linked / path.name).symlink_to(out / "unet" if path.name == "unet" else path)
-    write_plan(plan, out / "plan.json")
-    for source, given, named in (
-        (linked, plan, linked / "unet" / "config.json"),
-        (folder, out / "plan.json", out / "plan.json"),
-    ):
-        with pytest.raises(OutputError, match=r"OUT .* holds .*, which is read") as caught:
-            convert(source, out, given, leave=leave, allow=["overwrite"])
-        assert str(named) in str(caught.value) or "diffusion_pytorch_model" in str(caught.value)
-    assert (out / "unet" / "config.json").is_file()
-
-
-def test_what_comes_into_out_meanwhile_stays(
-    save_planned: Callable[[str], tuple[Path, Plan]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A file that somebody puts into OUT while it is converted again: the new folder is kept beside."""
-    folder, plan = save_planned("sd")
-    leave = ["unet", "vae", "text_encoder"]
-    out = tmp_path / "out"
-    convert_made("sd", folder, out, plan, leave=leave)
-    copy = convert_module.copy_descriptions
-
-    def come(*arguments: Any, **options: Any) -> None:
-        copy(*arguments, **options)
-        (out / "mine").write_text("")
-
-    monkeypatch.setattr(convert_module, "copy_descriptions", come)
-    with pytest.raises(OutputError) as caught:
-        convert_made("sd", folder, out, plan, leave=leave, allow=["overwrite"])
-    assert str(caught.value) == (
-        f"The output {out} could not be put into its place: The output {out} would replace a folder "
-        f"with files that convert did not write so: mine. It is whole, and was kept as {out}-2. "
-        f"Move it: mv {out}-2 PLACE"
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out-2"]
-    assert (out / "mine").is_file()
-    assert (tmp_path / "out-2" / "stopdown.json").is_file()

@@ -387,7 +387,7 @@ def format_number(value: float | None, digits: int = 2) -> str:
 
 
 def format_bits(bits: float | None) -> str:
-    """Format headroom: `4.1 bits`, `−1.9 bits`, `not finite`, or a dash if it is unknown."""
+    """Format headroom in bits: `4.1`, `−1.9`, `not finite`, or a dash if it is unknown."""
     if bits is None:
         return "–"
     return "not finite" if bits <= SPOILT else f"{bits:.1f}".replace("-", "−")

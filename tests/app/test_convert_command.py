@@ -1,0 +1,58 @@
+"""stopdown convert: its summary, and one line for what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SaveTiny = Callable[..., Path]
+
+
+@pytest.fixture
+def plain_plan(save_tiny: SaveTiny, here: Path) -> tuple[Path, Path]:
+    """A tiny model and a plan that scales nothing: fp16 for every component."""
+    from models.conversions import plan_plainly
+    from stopdown.plans.plan_files import write_plan
+
+    folder = save_tiny("sd")
+    return folder, write_plan(plan_plainly("sd", folder), here / "plan.json")
+
+
+@pytest.mark.thorough
+def test_convert_prints_a_summary(run: Any, plain_plan: tuple[Path, Path], here: Path) -> None:
+    """Exit 0: a line for each component and how to load it on stdout, nothing on stderr."""
+    folder, plan = plain_plan
+    code, out, err = run("convert", folder, "out", "--plan", plan)
+    assert (code, err) == (0, "")
+    exact = "Apart from the rounding of its weights to fp16, it equals the original, bit for bit."
+    for text in (
+        "text_encoder",
+        "unet",
+        "vae",
+        "not proven to stay in range, and without Stopdown nothing watches",
+    ):
+        assert text in " ".join(out.split())
+    assert 'from_pretrained("out", dtype=torch.float16)\n' in out
+    code, out, _ = run("convert", folder, "out", "--plan", plan, "--force", "--verbose")
+    assert exact in " ".join(out.split())
+    assert sorted(path.name for path in here.iterdir()) == ["out", "plan.json"]
+    code, out, _ = run("convert", folder, "out", "--plan", plan, "--force", "--json")
+    assert (code, json.loads(out)["kind"]) == (0, "conversion")
+
+
+def test_convert_refuses_in_one_line(run: Any, plain_plan: tuple[Path, Path], here: Path) -> None:
+    """An unknown component, and a file where a folder is asked for."""
+    folder, plan = plain_plan
+    for arguments, message in (
+        (["out", "--leave", "me"], "--leave me names no component of "),
+        (["out.safetensors", "--to", "diffusers"], "OUT out.safetensors is a "),
+    ):
+        code, out, err = run("convert", folder, *arguments, "--plan", plan)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"stopdown: {message}")
+        assert err.count("\n") == 1
+    assert sorted(path.name for path in here.iterdir()) == ["plan.json"]
