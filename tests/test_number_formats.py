@@ -13,6 +13,7 @@ from stopdown.number_formats import (
     find_format,
     format_about,
     format_figure,
+    format_range,
     name_dtype,
     parse_precision,
 )
@@ -100,3 +101,17 @@ def test_an_estimated_time_is_rounded(seconds: float, said: str) -> None:
 def test_a_figure_has_two_digits_and_no_exponent(value: float, said: str) -> None:
     """Nobody has to read `1.2e+02 times`."""
     assert format_figure(value) == said
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "said"),
+    [
+        (900, 1860, "15 to 31 min"),
+        (68, 120, "68 s to 2 min"),
+        (5400, 7200, "90 min to 2.0 h"),
+        (61, 61.2, "61 s"),
+    ],
+)
+def test_a_range_has_its_unit_once(least: float, most: float, said: str) -> None:
+    """Two times in the same unit share it; others have both units, and equal ones are one time."""
+    assert format_range(least, most) == said

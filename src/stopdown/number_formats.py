@@ -144,9 +144,12 @@ def format_about(seconds: float) -> str:
 
 
 def format_range(least: float, most: float) -> str:
-    """Format a range of estimated seconds: `15 min to 31 min`; one time if both look equal."""
+    """Format a range of estimated seconds: `15 to 31 min`, `68 s to 2 min`; one time if both look equal."""
     first, last = format_about(least), format_about(most)
-    return first if first == last else f"{first} to {last}"
+    if first == last:
+        return first
+    number, unit = first.split()
+    return f"{number if last.endswith(f' {unit}') else first} to {last}"
 
 
 def list_some(names: Sequence[str], most: int = 3) -> str:
