@@ -9,8 +9,9 @@ import pytest
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The empty folder that commands run in."""
+    """The empty folder that commands run in, at the width of a small terminal."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "80")
     return folder

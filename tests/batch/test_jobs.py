@@ -20,10 +20,8 @@ from stopdown.app import batch_command
 from stopdown.app.batch_command import BatchOptions, _place_media, batch
 from stopdown.app.display import Display
 from stopdown.batch import jobs, prompts
-from stopdown.batch.prompt_maker import PromptMaker
 from stopdown.batch.prompts import Item
 from stopdown.batch.records import BatchRecord
-from stopdown.errors import InputError
 from stopdown.frames.media import write_media
 from stopdown.records import Plan, RunRecord, from_json
 from stopdown.runtime import runs
@@ -272,25 +270,6 @@ def test_wrong_prompts_are_refused(run: Run, tiny: str, case: str) -> None:
     assert err.count("\n") == 1
     assert "Traceback" not in err
     assert not list(Path().glob("out/*"))
-
-
-@pytest.mark.parametrize(
-    ("said", "what"),
-    [
-        ({"name": "../x"}, "'../x' is no name of a file."),
-        ({"prompt": "a\x00circle"}, "It holds control characters."),
-        ({"steps": "many"}, "the field steps holds text and should hold a whole number."),
-        ({"step": 2}, "the field 'step' is unknown."),
-    ],
-)
-def test_items_of_programs_are_checked_like_those_of_files(
-    said: dict[str, Any], what: str, tmp_path: Path
-) -> None:
-    """What no line of a prompts file may say is refused in a dict as well, before a model is loaded."""
-    maker = PromptMaker("shapes", output=str(tmp_path / "made"))
-    with pytest.raises(InputError, match=re.escape(f"is wrong: {what}")):
-        maker.make({"prompt": "a circle", **said})
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from stopdown.numerics import iterate_tensors
 from stopdown.records import ResidualStream
 from stopdown.scaling.exponents.problem import MeasuredCall
+from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.graph.capture import owner_of
 from stopdown.scaling.trials.measurement import Captures, measure_kinds
 
@@ -85,7 +87,6 @@ def scale_weights(module: nn.Module, pattern: str, exponent: int) -> int:
 
 def run_calls(calls: list[Call], dtype: torch.dtype, least_dim: int = 2) -> list[torch.Tensor]:
     """The outputs of all calls, with floating inputs of so many dimensions or more in `dtype`."""
-    from stopdown.numerics import iterate_tensors
 
     outputs: list[torch.Tensor] = []
     with torch.no_grad():
@@ -652,3 +653,16 @@ def measure_call(
     """One call captured in fp16, its residual stream in fp32 if one is given, and its ranges in fp32."""
     one, module = (call, args, kwargs or {}), owner_of(call)
     return measure_kinds(module, [[one]], Captures(), stream)[0]
+
+
+def make_overflowing(name: str) -> tuple[torch.nn.Module, list[Any]]:
+    """A tiny model whose residual stream leaves fp16."""
+    module, calls = make_example(name)
+    for _ in range(12):
+        scale_weights(module, WAYS["residual"], 3)
+        cast = cast_(module, torch.float16)
+        finite = all(bool(x.isfinite().all()) for x in run_calls(calls, torch.float16))
+        cast.undo()
+        if not finite:
+            return module, calls
+    raise AssertionError(f"{name} does not overflow")

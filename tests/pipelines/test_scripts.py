@@ -13,14 +13,11 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from torch.utils._device import _device_constructors
 
 from models.bare_plans import write_bare_plan
 from models.programs import FirstStage, make_program, overflow_
 from stopdown.app.run_command import ScriptOptions, choose_code, run_script
-from stopdown.component_calls.pipeline_interception import redirect_devices
 from stopdown.errors import OptionError
-from stopdown.interception.patches import Patches
 from stopdown.records import ScriptRecord, from_json, to_json
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.repair_cache import RepairCache
@@ -310,31 +307,6 @@ def test_a_default_device_is_taken_as_well(run: Run, tmp_path: Path) -> None:
     record, said = run(text, str(tmp_path / "ones.pt"), device="cpu")
     assert record.exit_code == 0
     assert said == ["The script requests cuda; it gets cpu, because of --device."]
-
-
-def test_a_default_device_works_after_a_redirection() -> None:
-    """Torch keeps a list of what makes tensors: it holds torch's own functions, not replaced ones."""
-    _device_constructors.cache_clear()
-    with mock.patch.object(torch, "linspace"), torch.device("meta"):
-        torch.ones(1)
-    with Patches() as patches:
-        redirect_devices("cpu", print, patches)
-        assert torch.linspace(0, 1, 2, device="cuda").device.type == "cpu"
-        with torch.device("meta"):
-            assert torch.hann_window(4).is_meta
-    with torch.device("meta"):
-        assert torch.linspace(0, 1, 2).is_meta
-
-
-def test_what_goes_elsewhere_is_left_alone() -> None:
-    """Only CUDA is redirected: dtypes, the meta device and other arguments pass."""
-    said: list[str] = []
-    with Patches() as patches:
-        redirect_devices("cpu", said.append, patches)
-        assert torch.ones(1).to("meta").device.type == "meta"
-        assert torch.nn.Linear(1, 1).to(torch.float16).weight.dtype == torch.float16
-        assert torch.ones(1).to("cpu", torch.float64, copy=True).dtype == torch.float64
-    assert said == []
 
 
 @pytest.mark.parametrize(

@@ -5,60 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import PIL.Image
 import pytest
 import torch
 
 from models.injected_faults import inject
 from models.snapshots import assert_untouched
+from models.tiny_calls import run
 from stopdown import testing
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
-
-RED = PIL.Image.new("RGB", (32, 32), (200, 30, 40))
-CALLS: dict[str, dict[str, Any]] = {
-    "cogvideox": {"prompt": "a ball", "num_frames": 9},
-    "cogvideox-image": {"prompt": "a ball", "num_frames": 9, "image": RED},
-    "cogvideox-video": {
-        "prompt": "a ball",
-        "video": [RED] * 9,
-        "height": 32,
-        "width": 32,
-        "strength": 1.0,
-    },
-    "cogview3plus": {"prompt": "a ball"},
-    "svd": {"image": RED, "height": 32, "width": 32, "num_frames": 3},
-    "sd": {"prompt": "a ball"},
-    "sdxl": {"prompt": "a ball"},
-    "flux": {"prompt": "a ball", "height": 32, "width": 32},
-    "wan": {"prompt": "a ball", "height": 32, "width": 32, "num_frames": 9},
-}
-OVERFLOWS: list[Any] = [
-    ("cogvideox", "text_encoder"),
-    ("cogvideox", "transformer"),
-    ("cogvideox", "vae"),
-    pytest.param("cogvideox-image", "transformer", marks=pytest.mark.slow),
-    pytest.param("cogvideox-video", "vae", marks=pytest.mark.slow),
-    pytest.param("cogview3plus", "text_encoder", marks=pytest.mark.slow),
-    ("cogview3plus", "transformer"),
-    pytest.param("cogview3plus", "vae", marks=pytest.mark.slow),
-    ("svd", "image_encoder"),
-    ("svd", "unet"),
-    pytest.param("svd", "vae", marks=pytest.mark.slow),
-    ("sd", "unet"),
-    pytest.param("sd", "vae", marks=pytest.mark.slow),
-    pytest.param("sdxl", "unet", marks=pytest.mark.slow),
-    ("flux", "transformer"),
-    pytest.param("wan", "text_encoder", marks=pytest.mark.slow),
-    ("wan", "transformer"),
-]
-
-
-def run(pipe: Any, name: str, *, steps: int = 1) -> np.ndarray:
-    """The pixels of a tiny run: 0 to 1, the same seed each time."""
-    generator = torch.Generator().manual_seed(0)
-    output = pipe(**CALLS[name], num_inference_steps=steps, generator=generator, output_type="np")
-    return np.asarray(output[0])
 
 
 @pytest.mark.slow  # each runs in the three precisions in the test of overflow below, too
@@ -72,45 +27,6 @@ def test_every_tiny_pipeline_runs_in_each_precision(name: str) -> None:
         errors[dtype] = np.sqrt(np.mean((pixels - reference) ** 2))
     assert np.std(reference) > 0.05
     assert errors[torch.float16] < errors[torch.bfloat16] < 0.03
-
-
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize(("name", "component"), OVERFLOWS)
-def test_overflow_is_wrong_in_fp16_only(name: str, component: str) -> None:
-    """An overflowing component keeps bf16 close to fp32, and gives NaN in fp16."""
-    pixels = {
-        dtype: run(testing.make_pipeline(name, overflow=component, dtype=dtype), name)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-    }
-    difference = pixels[torch.bfloat16] - pixels[torch.float32]
-    assert np.sqrt(np.mean(difference**2)) < 0.03
-    assert np.isnan(pixels[torch.float16]).all()
-
-
-@pytest.mark.parametrize(("name", "component"), OVERFLOWS)
-def test_overflowing_weights_fit_into_fp16(name: str, component: str) -> None:
-    """It is the activations that overflow: no weight becomes Inf when it is cast."""
-    module = getattr(testing.make_pipeline(name, overflow=component), component)
-    largest = max(float(tensor.abs().max()) for tensor in module.parameters())
-    assert largest <= 32768
-
-
-def test_a_stream_can_be_scaled_without_changing_the_picture() -> None:
-    """The overflow of a CogVideoX transformer and VAE leaves fp32 pixels as they were."""
-    reference = run(testing.make_pipeline("cogvideox"), "cogvideox")
-    for component in ("transformer", "vae"):
-        pixels = run(testing.make_pipeline("cogvideox", overflow=component), "cogvideox")
-        np.testing.assert_allclose(pixels, reference, atol=2e-3)
-
-
-def test_the_seed_decides_the_weights_and_leaves_the_global_state() -> None:
-    """Equal seeds give equal weights, others do not, and torch's own state does not move."""
-    state = torch.get_rng_state()
-    first, again, other = (testing.make_pipeline("cogview3plus", seed=seed) for seed in (0, 0, 1))
-    weights = [pipe.transformer.proj_out.weight for pipe in (first, again, other)]
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_an_unknown_pipeline_is_named() -> None:

@@ -23,28 +23,18 @@ from stopdown.fold_names import name_parameters
 from stopdown.module_calls.call_inputs import is_encoded
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.loader import load_pipeline
-from stopdown.plans import certified as certified_module
-from stopdown.plans import certifier, plan_choice
+from stopdown.plans import plan_choice
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.certified import Scope, certify_plan, load_stored, suggest_stream
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import leave_components
 from stopdown.records import ComponentPlan, Plan, Scaling
-from stopdown.scaling.graph import (
-    capture,
-)
+from stopdown.scaling.graph import capture
 from stopdown.scaling.trials.traced_calls import TracedCalls
 from stopdown.sources.source import Source
 from stopdown.sources.sources import resolve_source
 
 SaveTiny = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def certified(save_tiny: SaveTiny) -> tuple[Path, Plan, list[tuple[str, str, int, int]]]:
-    """The folder of a pipeline whose transformer overflows, its plan, and the progress told."""
-    folder, told = save_tiny("cogvideox", overflow="transformer"), []
-    return folder, certify_plan(folder, progress=lambda *said: told.append(said)), told
 
 
 MOST_CAPTURES = 2
@@ -100,90 +90,6 @@ def test_an_interrupted_certificate_goes_on(
     other = certify_plan(folder, precision=f"{second}=fp32", scope=Scope(keeps=True))
     assert entries_of(other)[second].precision == "fp32"
     assert entries_of(other)[first] == entries_of(plan)[first]
-
-
-@pytest.fixture
-def several(monkeypatch: Any, tmp_path: Path) -> Any:
-    """Two threads, much memory and no plan that is kept: weights of any size are worth a process."""
-    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
-    monkeypatch.setattr(certifier, "WORTH_BYTES", 0)
-    monkeypatch.setattr(certifier, "find_host_bytes", lambda: 1 << 40)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-def _certify_here(folder: Path, monkeypatch: Any) -> tuple[Plan, dict[str, int]]:
-    """Certify a model; return the plan, and each component that this process planned with its threads."""
-    here, plan_component = dict[str, int](), certified_module._plan_component
-
-    def note(context: Any, name: str, *args: Any, **kwargs: Any) -> ComponentPlan:
-        here[name] = torch.get_num_threads()
-        return plan_component(context, name, *args, **kwargs)
-
-    monkeypatch.setattr(certified_module, "_plan_component", note)
-    return certify_plan(folder, scope=Scope(keeps=True)), here
-
-
-@pytest.mark.thorough
-def test_components_are_planned_beside_each_other(
-    certified: tuple[Path, Plan, list[tuple[str, str, int, int]]], several: None, monkeypatch: Any
-) -> None:
-    """The largest is planned here and the others in another process, each with half of the threads."""
-    folder, plan, _ = certified
-    made, here = _certify_here(folder, monkeypatch)
-    sizes = {x.parent.name: x.stat().st_size for x in folder.glob("*/*.safetensors")}
-    assert here == {max(sizes, key=sizes.__getitem__): 1}
-    assert made.components == plan.components
-    assert torch.get_num_threads() == 2
-
-
-@pytest.mark.thorough
-def test_a_process_that_fails_costs_nothing_but_time(
-    certified: tuple[Path, Plan, list[tuple[str, str, int, int]]], several: None, monkeypatch: Any
-) -> None:
-    """All components are planned here, with the same result."""
-    folder, plan, _ = certified
-    monkeypatch.setattr(certifier, "PROGRAM", "stopdown.no_program")
-    made, here = _certify_here(folder, monkeypatch)
-    assert here.keys() == {x.component for x in plan.components}
-    assert made.components == plan.components
-    assert torch.get_num_threads() == 2
-
-
-@pytest.mark.thorough
-def test_threads_of_a_process_that_ended_are_taken(
-    certified: tuple[Path, Plan, list[tuple[str, str, int, int]]], several: None, monkeypatch: Any
-) -> None:
-    """At the next weight that is loaded, and not only at the end."""
-    monkeypatch.setattr(certifier, "PROGRAM", "stopdown.no_program")
-    source = resolve_source(certified[0])
-    with certifier.Certifier(source, ["vae"], "fp32", shares=True) as beside:
-        load = beside.beside(lambda name: torch.ones(torch.get_num_threads()))
-        assert torch.get_num_threads() == 1
-        beside._process.wait(timeout=60)
-        assert len(load("weight")) == 2
-
-
-@pytest.mark.parametrize(
-    ("threads", "free_bytes", "small_bytes", "expected"),
-    [
-        (2, 8 << 30, 2 << 30, ["b", "c"]),
-        (1, 8 << 30, 2 << 30, []),
-        (2, 2 << 30, 2 << 30, []),
-        (2, 8 << 30, 1 << 20, []),
-    ],
-)
-def test_another_process_needs_a_thread_and_memory_and_has_much_to_do(
-    threads: int, free_bytes: int, small_bytes: int, expected: list[str], monkeypatch: Any
-) -> None:
-    """Without one of them all is planned here; the largest component always is."""
-    monkeypatch.setattr(certifier, "find_host_bytes", lambda: free_bytes)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    sizes = {"c": small_bytes // 2, "a": 9 << 30, "b": small_bytes}
-    assert certifier.choose_others(sizes) == expected
-    assert certifier.choose_others({}) == certifier.choose_others({"a": 9 << 30}) == []
 
 
 @pytest.mark.thorough

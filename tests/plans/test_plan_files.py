@@ -13,17 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from models.measured_plans import plan_component
+from models.bare_plans import ENTRY, GOOD, MISSING, PLAN
 from stopdown.checkpoints import file_exponents
 from stopdown.devices import environment
-from stopdown.devices.device_choice import Device
 from stopdown.devices.format_support import Support
 from stopdown.errors import OptionError, PlanError
 from stopdown.module_calls.call import ComponentCall
 from stopdown.module_calls.callee import Callee
-from stopdown.plans import applier, calibrated, exponents, plan_choice, planned_loader
+from stopdown.plans import applier, calibrated, exponents, planned_loader
 from stopdown.plans import plan_files as files
-from stopdown.plans.call_recorder import MOST_CALLS, _thin_out
 from stopdown.plans.precision import (
     ComponentFacts,
     check_components,
@@ -31,43 +29,9 @@ from stopdown.plans.precision import (
     leave_components,
     parse_fp16,
 )
-from stopdown.records import (
-    ComponentPlan,
-    MemoryPlan,
-    Plan,
-    ResidualStream,
-    Scaling,
-)
+from stopdown.records import ComponentPlan, MemoryPlan, ResidualStream, Scaling
 from stopdown.scaling.folding.folds import list_misfits
 from stopdown.sources.source import Source
-
-ENTRY = ComponentPlan(
-    component="transformer",
-    class_name="Linear",
-    weights="aa",
-    precision="fp16",
-    scaling=Scaling(
-        exponents={"weight": -6, "bias[0:2]": 3, "bias[2:4]": 2},
-        headroom_bits=3.25,
-        tightest="Linear: (linear)",
-        pinned={"special_bessel_j0": ("Linear:",)},
-    ),
-    calls=4,
-    reasons=("A reason.",),
-)
-PLAN = files.seal_plan(
-    Plan(
-        source="owner/name",
-        fingerprint="f" * 64,
-        pipeline="CogVideoXPipeline",
-        precision="fp16",
-        versions=files.read_class_versions(),
-        components=(ENTRY,),
-        device="cpu",
-        elapsed_s=1.5,
-    )
-)
-GOOD, MISSING = Support(True, True, 0.2, "Native."), Support(False, True, 4.0, "Emulated.")
 
 
 def test_memory_is_of_one_run(tmp_path: Path) -> None:
@@ -171,44 +135,6 @@ def test_auto_wants_a_plan_only_where_bf16_is_missing_and_fp16_is_not(
         assert reason.startswith("transformer is stored in bf16, which is slow on this device")
 
 
-def test_auto_makes_a_plan_once_and_keeps_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second run of a checkpoint reads the plan of the first; on a CPU there is none."""
-    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
-    made: list[Any] = []
-
-    def make(source: Source, **_: Any) -> Plan:
-        made.append(source)
-        return PLAN
-
-    monkeypatch.setattr(plan_choice, "certify_plan", make)
-    monkeypatch.setattr(plan_choice, "fingerprint", lambda source: PLAN.fingerprint)
-    source = Source("owner/name", tmp_path, "folder")
-    facts = [ComponentFacts("transformer", ("transformer",), {"bf16": 10})]
-    supports = {"bf16": MISSING, "fp16": GOOD, "fp32": GOOD}
-    monkeypatch.setattr(plan_choice, "gather_facts", lambda source: facts)
-    monkeypatch.setattr(plan_choice, "probe_formats", lambda device: supports)
-    card = Device("cuda", 0, "Tesla V100", (7, 0), 16 << 30)
-    for _ in range(2):
-        chosen = plan_choice.choose_plan(source, "auto", card)
-        assert dataclasses.replace(chosen, chosen="") == PLAN
-    assert len(made) == 1
-    assert files.find_cached_path(PLAN.fingerprint).parent == tmp_path / "plans"
-    decisions = tuple(planned_loader.describe_calls(chosen, facts))
-    assert decisions[0].reason.startswith(
-        "fp16 with an automatic plan, because transformer is stored in bf16"
-    )
-    processor = Device("cpu", 0, "processor", None, 16 << 30)
-    assert plan_choice.choose_plan(source, "auto", processor).is_bare
-    for device in (card, processor):
-        asked = plan_choice.choose_plan(source, "fp16", device)
-        assert dataclasses.replace(asked, chosen="") == PLAN
-        assert plan_choice.choose_plan(source, "fp16-plain", device).is_bare
-        assert plan_choice.choose_plan(source, "transformer=fp32", device).is_bare
-    assert len(made) == 1
-
-
 def test_a_cached_plan_that_was_edited_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,24 +164,6 @@ def test_a_component_in_fp32_says_why() -> None:
     assert (
         planned_loader.describe_entry(entry, "p.json") == "fp32 by p.json. It cannot be captured."
     )
-
-
-def test_reasons_name_fp32_modules_and_pinned_operations() -> None:
-    """What stays in fp32 and what was kept for want of a rule stand in the plan as sentences."""
-    scaling = Scaling(
-        exponents={"a": -2}, fp32_modules=("norm",), fp32_flops=0.125, headroom_bits=2.0,
-        tightest="X:y (add)", pinned={"bessel": ("X:",)},
-    )  # fmt: skip
-    bare = ComponentPlan("vae", "X", "", "fp32")
-    entry = calibrated.describe_scaling(bare, scaling, "fp16", 3)
-    assert entry.reasons == (
-        "In 3 measured calls: no fp16 activation comes within a factor of 4 of fp16's limit (2.0 bits of "
-        "headroom). Closest: X:y (add).",
-        "For this, 1 tensor is scaled by exponents -2..-2.",
-        "norm cannot be scaled and stay in fp32: 12.5 % of the matmul work.",
-        "Left unchanged because there is no rule for them: bessel.",
-    )
-    assert entry.scaling == scaling
 
 
 @pytest.mark.parametrize(
@@ -306,90 +214,6 @@ def test_calls_of_one_kind_share_a_capture() -> None:
     ):
         assert first.key != other.key
     assert len(exponents.group_calls([first, first, _call(torch.zeros(1))])) == 2
-
-
-def test_few_calls_of_many_are_kept() -> None:
-    """The first and the last stay, whatever their number."""
-    calls = [_call(i) for i in range(100)]
-    kept = _thin_out(calls)
-    assert len(kept) == MOST_CALLS
-    assert (kept[0].args, kept[-1].args) == ((0,), (99,))
-    assert _thin_out(calls[:5]) == calls[:5]
-
-
-def test_a_program_in_memory_is_described_by_its_class() -> None:
-    """No fingerprint of files; its weights are as they were after the measurement."""
-    module = nn.Linear(4, 4).bfloat16()
-    plan = calibrated.measure_plan(module, lambda: module(torch.ones(1, 4)))
-    assert (plan.source, plan.fingerprint) == ("Linear", "")
-    assert module.weight.dtype == torch.bfloat16
-
-
-def _plan_linear(module: nn.Module) -> ComponentPlan:
-    """The entry of a component that one call was recorded of."""
-    callee = Callee("transformer", module, "forward", "denoise")
-    call = ComponentCall(callee, (torch.ones(1, 2),), {})
-    return plan_component("transformer", module, [call])
-
-
-def test_a_quantised_component_is_left_alone_and_named() -> None:
-    """The plan says which weights are packed and how, and loads them as they are."""
-    module = nn.Linear(2, 2).requires_grad_(False)
-    module.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
-    entry = _plan_linear(module)
-    assert (entry.precision, entry.in_force.exponents) == ("as loaded", {})
-    assert entry.reasons == ("Its weights are quantised (int8: weight); they are left alone.",)
-
-
-def test_a_component_with_nan_on_disk_is_named_tensor_by_tensor() -> None:
-    """It gets no exponents; the plan names each tensor with its count, and says what to do."""
-    module = nn.Linear(2, 2).requires_grad_(False)
-    module.weight[0, 1], module.bias[:] = float("nan"), float("inf")
-    entry = _plan_linear(module)
-    assert (entry.precision, entry.in_force.exponents) == ("fp32", {})
-    assert entry.reasons[0] == ("2 of its tensors hold NaN or Inf: weight (1 of 4), bias (2 of 2).")
-
-
-def test_a_component_that_cannot_be_captured_says_which_line() -> None:
-    """Values leave PyTorch and no hook helps: fp32, and the plan quotes the line."""
-
-    class Leaving(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.from_numpy(x.numpy() * 2)
-
-    entry = _plan_linear(Leaving(2, 2).requires_grad_(False))
-    assert entry.precision == "fp32"
-    assert "x.numpy() * 2" in entry.reasons[0]
-    assert "test_plan_files.py" in entry.reasons[0]
-
-
-class Picky(nn.Module):
-    """An autoencoder that decodes anything and encodes nothing that was made up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def decode(self, z: torch.Tensor) -> torch.Tensor:
-        return self.linear(z)
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("Encoding without tiling has not been implemented yet.")
-
-
-def test_a_made_up_encode_that_fails_is_left_out() -> None:
-    """Whatever it raises: the decoder is in fp16 all the same, and the plan says what was not measured."""
-    module = Picky().eval().requires_grad_(False)
-    calls = [
-        ComponentCall(
-            Callee(f"vae.{x}", module, x, x), (torch.ones(1, 2),), {}, made_up=x == "encode"
-        )
-        for x in ("encode", "decode")
-    ]
-    assert exponents.leave_out_failing(module, calls) == calls[1:]
-    entry = plan_component("vae", module, calls)
-    assert entry.precision == "fp16"
-    assert any("Encoding was not measured: " in x and "without tiling" in x for x in entry.reasons)
 
 
 class Normed(nn.Module):

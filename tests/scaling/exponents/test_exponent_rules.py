@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,74 +12,22 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from models.rescaling_models import make_example, measure_call, run_calls
-from models.snapshots import compare_snapshot, take_snapshot
-from stopdown.errors import InputError, ScalingError
+from models.branch_networks import WIDTH, copy_state, make_overflowing
+from stopdown.errors import ScalingError
 from stopdown.fold_names import list_folds, spread_columns
 from stopdown.numerics import relative_l2
 from stopdown.records import Scaling
 from stopdown.scaling.exponents import exponent_rules as rules
-from stopdown.scaling.exponents import problem as problems
-from stopdown.scaling.exponents.problem import MeasuredCall, Problem, Statements, state_problem
 from stopdown.scaling.folding.folds import cast_, fold_scaling
 from stopdown.scaling.graph import blocks
 from stopdown.scaling.rescale import rescale_
 from stopdown.testing import make_pipeline
 
-WIDTH = 16
-
-
-class Branch(nn.Module):
-    """One residual branch: a norm, a gate or an attention, a linear back into the stream."""
-
-    def __init__(self, body: str) -> None:
-        super().__init__()
-        self.kind = body
-        self.norm = nn.LayerNorm(WIDTH)
-        self.wide = nn.Linear(WIDTH, 3 * WIDTH if body == "attention" else 2 * WIDTH)
-        self.back = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.back(getattr(self, f"_{self.kind}")(self.wide(self.norm(x))))
-
-    def _gated(self, x: torch.Tensor) -> torch.Tensor:
-        gate, value = x.chunk(2, dim=-1)
-        return functional.silu(gate) * value
-
-    def _attention(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = x.unflatten(-1, (3, 2, WIDTH // 2)).unbind(-3)
-        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-        mixed = functional.scaled_dot_product_attention(query, key, value)
-        return mixed.transpose(1, 2).flatten(2)
-
-
-class Network(nn.Module):
-    """An embedding, a branch, a final norm and a projection."""
-
-    def __init__(self, body: str) -> None:
-        super().__init__()
-        self.embed, self.branch = nn.Linear(4, WIDTH), Branch(body)
-        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.norm(self.branch(self.embed(x))))
-
-
-def _copy_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in module.state_dict().items()}
-
-
-def _overflowing(body: str = "gated") -> tuple[Network, torch.Tensor]:
-    torch.manual_seed(0)
-    module = Network(body).eval().requires_grad_(False)
-    module.embed.weight.mul_(2.0**20)
-    return module, torch.randn(2, 5, 4)
-
 
 @pytest.mark.parametrize("body", ["gated", "attention"])
 def test_values_keep_room_for_what_was_not_measured(body: str) -> None:
     """Where exponents are to be had, calls ten times as large as those measured still fit."""
-    module, x = _overflowing(body)
+    module, x = make_overflowing(body)
     assert rescale_(module, (x,)).headroom_bits > math.log2(10)
 
 
@@ -164,96 +111,6 @@ def test_without_ranges_a_concatenation_needs_a_multiply(monkeypatch: pytest.Mon
     module, x = _make_parallel()
     rescaling = rescale_(module, (x,))
     assert rescaling.multiplies or rescaling.fp32_modules
-
-
-class Divided(nn.Module):
-    """A matrix whose rows, or columns, are split by each call in its own way."""
-
-    def __init__(self, *, by_column: bool) -> None:
-        super().__init__()
-        self.by_column, self.gelu = by_column, nn.GELU()
-        self.value, self.up = nn.Linear(4, WIDTH), nn.Linear(4, WIDTH)
-        self.value.weight.data.mul_(2.0**18)
-        self.all, self.out = nn.Linear(4, 2 * WIDTH), nn.Linear(2 * WIDTH, 4 * WIDTH)
-        self.out.weight.data[:, :WIDTH].mul_(2.0**-18)
-
-    def forward(self, x: torch.Tensor, parts: int) -> torch.Tensor:
-        if not self.by_column:
-            split = self.out(self.all(x)).chunk(parts, dim=-1)
-            return split[0] * functional.gelu(split[-1])
-        if parts == 1:
-            return self.out(self.all(x))
-        first = self.value(x).chunk(parts - 1, dim=-1)
-        return self.out(torch.cat([*first, self.gelu(self.up(x))], dim=-1))
-
-
-@pytest.mark.parametrize(("by_column", "ways"), [(False, (2, 4)), (True, (2, 3)), (True, (1, 2))])
-def test_calls_that_split_a_weight_differently_give_it_one_exponent(
-    by_column: bool, ways: tuple[int, ...]
-) -> None:
-    """Or that only some of them split: what each would fold into it would be folded twice."""
-    torch.manual_seed(0)
-    module, x = Divided(by_column=by_column).eval().requires_grad_(False), torch.randn(2, 5, 4)
-    calls = [(module, (x, parts), {}) for parts in ways]
-
-    def list_folds_of_out(*numbers: int) -> set[str]:
-        measured = [measure_call(*calls[number]) for number in numbers]
-        named = state_problem(module, measured).parameters
-        return {name for name in named if name.startswith("out.weight")}
-
-    assert len(list_folds_of_out(1)) > 1
-    assert list_folds_of_out(0, 1) == {"out.weight"}
-    reference = run_calls(calls, torch.float32)
-    rescale_(module, calls=calls)
-    assert all(map(torch.equal, run_calls(calls, torch.float32), reference))
-
-
-def _read_problem(problem: Problem) -> list[object]:
-    """All that the solver is given."""
-    system = problem.system
-    roots = {key: system.find(unknown) for key, unknown in system.keys.items()}
-    held = problem.limits, problem.floors, problem.parameters, problem.multiplies
-    return [*held, roots, system.reduced(), problem.layers, problem.outputs]
-
-
-def test_a_problem_with_other_ranges_is_not_stated_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is what stating it gives, and so is one whose graph has other limits; solving changes neither."""
-    module, x = Cubed().eval(), torch.randn(2, 3, 4)
-    measured = [measure_call(module, (x,))]
-
-    def enlarge(size: float, least: float = 1.0) -> list[MeasuredCall]:
-        ranges = {
-            name: tuple(replace(x, amax=x.amax * size, least=x.least * least) for x in parts)
-            for name, parts in measured[0].ranges.items()
-        }
-        return [replace(measured[0], ranges=ranges)]
-
-    stated, counted = Statements(), list[object]()
-    monkeypatch.setattr(
-        problems, "state_problem", lambda *a, **k: counted.append(a) or state_problem(*a, **k)
-    )
-    asked = [(measured, 1), (enlarge(8.0), 1), (enlarge(1e6), 2), (enlarge(1.0, 0.5), 3)]
-    for calls, count in asked:
-        found = stated.state(module, calls, multiplies=True)
-        found.system.pin(*found.system.keys.values())
-        again = stated.state(module, calls, multiplies=True)
-        assert _read_problem(again) == _read_problem(state_problem(module, calls, multiplies=True))
-        assert len(counted) == count
-    stated.state(module, measured)  # without multiplies it is another
-    assert len(counted) == 4
-
-
-class Cubed(nn.Module):
-    """A tanh of a value beside a cube of it, which may overflow while the value itself does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.linear(x)
-        root = (x * x + 1e-3).mean(-1, keepdim=True).rsqrt()
-        return torch.tanh(x * x * x * 0.04 + x) * root
 
 
 def test_columns_have_one_exponent_where_that_does() -> None:
@@ -448,7 +305,7 @@ def test_an_output_beyond_the_range_is_returned_in_fp32(residual: str) -> None:
 def test_an_output_of_a_method_beyond_the_range_is_refused_by_name() -> None:
     """No hook sees a method's output: the error names the value, and nothing was changed."""
     module, x = _returning()
-    before = _copy_state(module)
+    before = copy_state(module)
     with pytest.raises(ScalingError, match=r"Returning:embed \(linear\) reaches \d"):
         rescale_(module, calls=[(module.decode, (x,), {})])
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
@@ -577,67 +434,6 @@ def test_a_table_that_is_read_in_part_is_exact_where_more_is_read(crop: Any) -> 
     assert all(map(torch.equal, map(module, calls), reference))
 
 
-def test_several_calls_share_their_parameters() -> None:
-    """Two lengths give one set of exponents that holds for both."""
-    module, _ = _overflowing()
-    short, long = torch.randn(1, 2, 4), torch.randn(1, 9, 4) * 100
-    references = module(short), module(long)
-    rescaling = rescale_(module, calls=[(module, (short,), {}), (module, (long,), {})])
-    assert torch.equal(module(short), references[0])
-    assert torch.equal(module(long), references[1])
-    cast_(module, torch.float16, rescaling)
-    assert bool(module(long.half()).isfinite().all())
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["CogVideoX learned", "CogVideoX sinusoidal"])
-def test_what_is_rescaled_at_one_size_is_exact_at_every_other(name: str) -> None:
-    """A table of positions is read at one size and computed at the others: nothing is folded into it.
-
-    Rescaled for either size, both sizes give in fp32 what they gave, and are finite in fp16.
-    """
-    module, [(_, _, kwargs)] = make_example(name)
-    assert not name.endswith("learned") or "patch_embed.pos_embedding" in module.state_dict()
-    longer = {**kwargs, "hidden_states": torch.randn(1, 3, 4, 8, 8)}
-    if "image_rotary_emb" in kwargs:
-        longer["image_rotary_emb"] = (torch.randn(48, 16).cos(), torch.randn(48, 16).sin())
-    calls = [(module, (), kwargs), (module, (), longer)]
-    for path in ("patch_embed.proj", "patch_embed.text_proj", "transformer_blocks.0.ff.net.2"):
-        module.get_submodule(path).weight.mul_(2.0**17)
-    reference = run_calls(calls, torch.float32)
-    for call in calls:
-        rescaling = rescale_(module, calls=[call])
-        assert rescaling.exponents or rescaling.multiplies
-        assert all(map(torch.equal, run_calls(calls, torch.float32), reference))
-        cast_(module, torch.float16, rescaling)
-        assert all(bool(x.isfinite().all()) for x in run_calls(calls, torch.float16))
-        rescaling.undo()
-
-
-def test_undoing_after_a_cast_takes_both_back() -> None:
-    """One `undo` of the rescaling restores dtypes, weights, eps and hooks; a second is harmless."""
-    module, x = _overflowing("attention")
-    before, reference = _copy_state(module), module(x)
-    rescaling = rescale_(module, (x,))
-    cast_(module, torch.float16, rescaling)
-    assert module.out.weight.dtype == torch.float16
-    for _ in range(2):
-        rescaling.undo()
-    after = _copy_state(module)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    assert torch.equal(module(x), reference)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
-
-
-def test_a_module_that_is_in_range_is_left_alone() -> None:
-    """Nothing is folded into a network that fp16 holds as it is."""
-    torch.manual_seed(0)
-    module, x = Network("gated").eval(), torch.randn(2, 5, 4)
-    rescaling = rescale_(module, (x,))
-    assert (rescaling.exponents, rescaling.multiplies, rescaling.fp32_modules) == ({}, {}, ())
-    assert rescaling.certified is False
-
-
 def test_sequences_padded_with_zeros_keep_their_exponent() -> None:
     """Two lengths padded to one scale like any other value; no fp32 module, and it is exact."""
 
@@ -687,46 +483,6 @@ def test_a_clamp_that_belongs_to_the_model_may_be_hit() -> None:
     assert bool(right.isfinite().all())
 
 
-def test_weights_and_inputs_that_are_zero_are_left_alone() -> None:
-    """A range of zero asks for nothing: a last linear that begins at zero, an input of zeros."""
-    module = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4))
-    module.eval().requires_grad_(False)
-    module[0].weight.mul_(2.0**18)
-    for parameter in module[2].parameters():
-        parameter.zero_()
-    rescaling = rescale_(module, (torch.randn(3, 4),))
-    assert rescaling.exponents["0.weight"] < 0
-    assert not any(name.startswith("2.") for name in rescaling.exponents)
-    cast_(module, torch.float16, rescaling)
-    assert torch.equal(module(torch.randn(3, 4).half()), torch.zeros(3, 4).half())
-    module = nn.Sequential(nn.Linear(4, 4)).eval().requires_grad_(False)
-    module[0].weight.zero_(), module[0].bias.zero_()
-    assert rescale_(module, (torch.zeros(3, 4),)).exponents == {}
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_an_input_without_a_range_is_refused(value: float) -> None:
-    """NaN and Inf in what the call is given are named, and nothing was changed."""
-    module = nn.Sequential(nn.Linear(4, 4)).eval().requires_grad_(False)
-    before, x = module[0].weight.clone(), torch.zeros(2, 4)
-    x[1, 2] = value
-    with pytest.raises(
-        ScalingError, match=r"The input \w+ holds 1 values that are NaN or Inf in fp32"
-    ):
-        rescale_(module, (x,))
-    assert torch.equal(module[0].weight, before)
-
-
-def test_an_output_without_a_range_is_refused() -> None:
-    """A model that overflows fp32 itself has no exponents; the error says where and what to check."""
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval().requires_grad_(False)
-    module[0].weight.fill_(1e30), module[1].weight.fill_(1e30)
-    with pytest.raises(
-        ScalingError, match=r"Sequential:1 \(linear\) holds .* Check the weights on d"
-    ):
-        rescale_(module, (torch.ones(2, 4),))
-
-
 @pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.RMSNorm(16), nn.GroupNorm(2, 16)])
 def test_a_norm_that_fp32_cannot_square_is_refused(norm: nn.Module) -> None:
     """Its sum of squares is Inf, so it returns its bias. Below that it is solved."""
@@ -753,45 +509,6 @@ def test_a_module_kept_in_fp32_as_a_whole_returns_a_wide_output() -> None:
     found = module(x.half())
     assert found.dtype == torch.float32
     assert torch.equal(found, reference)
-
-
-def test_a_wrong_rule_is_found_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gelu that is said to scale with its input changes bits: refused, and every bit is restored."""
-    torch.manual_seed(0)
-    read_rule = rules.read_rule
-    monkeypatch.setattr(
-        rules, "read_rule", lambda cell: read_rule("same" if cell == "pinned" else cell)
-    )
-    module = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4))
-    module.eval().requires_grad_(False)
-    module[0].weight.mul_(2.0**18)
-    module[0].bias.zero_()
-    before, x = take_snapshot(module), torch.randn(3, 4)
-    x[0] *= 2.0**-18  # where a gelu bends
-    with pytest.raises(
-        ScalingError, match=r"not bit for bit what it was\. .* a rule of an operation"
-    ):
-        rescale_(module, (x,))
-    assert compare_snapshot(before, module) == []
-    assert rescale_(module, (x,), verify=False).exponents
-
-
-def test_parameters_that_lie_in_the_same_memory_are_named() -> None:
-    """An exponent that is written into one changes the other: refused, and every bit is restored."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-    memory = torch.randn(24) * 2.0**17
-    for number, start in ((0, 0), (2, 8)):
-        module[number].weight = nn.Parameter(memory[start : start + 16].view(4, 4))
-    module.eval().requires_grad_(False)
-    before, x = take_snapshot(module), torch.randn(3, 4)
-    with pytest.raises(
-        ScalingError,
-        match=r"0\.weight and 2\.weight of Sequential lie in the same memory in part\. .*"
-        r"module\.get_parameter\('0\.weight'\)\.clone\(\)",
-    ):
-        rescale_(module, (x,))
-    assert compare_snapshot(before, module) == []
 
 
 class OwnNorm(nn.Module):
@@ -833,25 +550,3 @@ def test_a_norm_of_squares_that_fp16_does_not_hold_is_fp32() -> None:
     assert rescaling.scaling.stream is None
     with cast_(module, torch.float16, rescaling):
         assert relative_l2(module(x.half()), reference) < 0.01
-
-
-def test_torchscript_and_complex_weights_are_refused_by_name() -> None:
-    """One sentence says what was given, with the name that the module has for it."""
-
-    class Complex(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.turn = torch.nn.Parameter(torch.eye(8, dtype=torch.complex64))
-            self.linear = torch.nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = self.linear((x.to(torch.complex64) @ self.turn).real)
-            return made
-
-    x = (torch.full((2, 8), 6e4),)
-    with pytest.raises(
-        ScalingError, match=r"The weight turn of Complex is complex \(torch.complex64\)"
-    ):
-        rescale_(Complex().eval(), x)
-    with pytest.raises(InputError, match=r"^rescale_ was given a TorchScript module\."):
-        rescale_(torch.jit.trace(torch.nn.Linear(8, 8).eval(), x), x)

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKLWan
 from peft import LoraConfig, inject_adapter_in_model
 from torch.nn import functional
 
-from models.rescaling_models import WAYS, make_example, run_calls, scale_weights
+from models.rescaling_models import WAYS, make_example, make_overflowing, run_calls, scale_weights
 from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.errors import CaptureError, OptionError, ScalingError
 from stopdown.module_calls.call import ComponentCall
@@ -30,19 +29,6 @@ from stopdown.scaling.trials.observed_calls import ObservedCalls
 from stopdown.scaling.trials.residual import demand_agreement, find_stream, open_fp32_modules
 
 CASES = ["CogVideoX rotary", "T5", "SD UNet", "Flux"]
-
-
-def make_overflowing(name: str) -> tuple[torch.nn.Module, list[Any]]:
-    """A tiny model whose residual stream leaves fp16."""
-    module, calls = make_example(name)
-    for _ in range(12):
-        scale_weights(module, WAYS["residual"], 3)
-        cast = cast_(module, torch.float16)
-        finite = all(bool(x.isfinite().all()) for x in run_calls(calls, torch.float16))
-        cast.undo()
-        if not finite:
-            return module, calls
-    raise AssertionError(f"{name} does not overflow")
 
 
 def measure_error(module: torch.nn.Module, calls: list[Any], dtype: torch.dtype, by: Any) -> float:
@@ -70,28 +56,6 @@ def test_an_fp32_residual_is_exact_finite_and_gone(name: str) -> None:
     assert measure_error(module, calls, torch.float16, rescaling) < bf16 / 6
     rescaling.undo()
     assert compare_snapshot(before, module) == []
-
-
-@pytest.mark.thorough
-def test_a_call_is_captured_once_as_it_is_and_once_with_its_stream(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whatever is tried with them; another stream is another capture."""
-    made: list[bool] = []
-
-    def count(*given: Any, **options: Any) -> Any:
-        made.append("wide" in options)
-        return capture_call(*given, **options)
-
-    monkeypatch.setattr(measurement, "capture_call", count)
-    module, calls = make_overflowing("T5")
-    rescale_(module, calls=calls, residual="fp32").undo()
-    assert sorted(made) == [False] * len(calls) + [True] * len(calls)
-    captures = measurement.Captures()
-    stream = plan_stream(module, calls, captures)
-    first = captures.take(calls[0], stream)
-    assert captures.take(calls[0], stream) is first
-    assert captures.take(calls[0], replace(stream, kept=())) is not first
 
 
 class Shortcuts(torch.nn.Module):
@@ -164,26 +128,6 @@ def test_a_lora_on_such_a_layer_is_in_fp32() -> None:
         if "lora_" in name:
             parameter.data = parameter.data.half()
     assert relative_l2(module(x.half()).float(), expected) < 2e-3
-
-
-@pytest.mark.thorough
-def test_the_stream_of_a_video_decoder_is_found_in_its_first_frames() -> None:
-    """Wan's decoder runs all of its modules for each frame; a few of 12 name the same ones."""
-    torch.manual_seed(0)
-    module = AutoencoderKLWan(
-        base_dim=3, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4, temperal_downsample=[False, True, True],
-    ).eval()  # fmt: skip
-    call = module.decode, (torch.zeros(1, 4, 12, 2, 2),), {"return_dict": False}
-    short, whole = Captures(), Captures()
-    found = plan_stream(module, [call], short)
-    nodes = [len(x.take_short(call).graph.graph.nodes) for x in (short, whole)]
-    assert nodes[0] == nodes[1] < 0.6 * len(whole.take(call).graph.graph.nodes)
-    whole.take_short = whole.take  # type: ignore[method-assign]
-    assert plan_stream(module, [call], whole) == found
-    assert len(short.take(call, found).graph.graph.nodes) == len(
-        whole.take(call, found).graph.graph.nodes
-    )
 
 
 @pytest.mark.thorough

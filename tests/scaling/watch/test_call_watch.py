@@ -7,112 +7,42 @@ import gc
 import inspect
 import threading
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from models.measured_plans import measure_pipeline
-from models.rescaling_models import WAYS, cast_tree, make_example, scale_weights
+from models.rescaling_models import WAYS, make_example, scale_weights
 from models.signature_cases import add_ip_adapter, call, make_case, measure_error
 from models.snapshots import assert_untouched
+from models.watched_encoders import (
+    Encoder,
+    Modulated,
+    make_encoder,
+    make_sized,
+    plan_module,
+    planned,
+    repaired,
+    run,
+)
 from stopdown.errors import NonFiniteError, ScalingError
 from stopdown.interception.component_locks import ComponentLock
-from stopdown.memory.offloader import predict_run
 from stopdown.memory.weight_stores import WAITING
 from stopdown.numerics import iterate_tensors, relative_l2
-from stopdown.plans.applier import AppliedPlan, apply_plan
+from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
-from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import Plan
 from stopdown.runtime import repairs
 from stopdown.runtime.guard import Guard, GuardOptions, guard
 from stopdown.runtime.plan_maker import make_plan
 from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.rescale import rescale_
-from stopdown.scaling.watch import known_calls
-from stopdown.scaling.watch.call_exponents import CallEnds
 from stopdown.scaling.watch.call_watch import CallWatch
 from stopdown.scaling.watch.known_calls import KnownCalls
 from stopdown.testing import make_pipeline
-
-
-def run(module: nn.Module, kwargs: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
-    """A call with its floating arguments in a dtype."""
-    with torch.no_grad():
-        return module(**cast_tree(kwargs, dtype))
-
-
-class Encoder(nn.Module):
-    """Four blocks whose stream overflows in the third; what leaves the first is small."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(32, 32)
-        self.up = nn.ModuleList(nn.Linear(32, 64) for _ in range(4))
-        self.down = nn.ModuleList(nn.Linear(64, 32) for _ in range(4))
-        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(4))
-        self.norm = nn.LayerNorm(32)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        hidden: bool = False,
-        gate: Any = None,
-        late: Any = None,
-        inner: Any = None,
-    ) -> Any:
-        kept, x = [], self.embed(x)
-        for number, (up, down, norm) in enumerate(zip(self.up, self.down, self.norms, strict=True)):
-            inside = up(norm(x))
-            x = x + down(inside if inner is None or number != 2 else inside + inner)
-            if late is not None and number == 2:
-                x = x + late
-            kept.append(x)
-        if gate is not None:
-            x = x * torch.sigmoid(x[..., :1] + gate)  # the values themselves, and not their ratio
-        return (self.norm(x), *kept[:2]) if hidden else self.norm(x)
-
-
-def make_encoder() -> tuple[Encoder, dict[str, Any]]:
-    torch.manual_seed(1)
-    module = Encoder().eval().requires_grad_(False)
-    module.up[2].weight.mul_(2.0**10)
-    module.down[2].weight.mul_(2.0**9)
-    return module, {"x": torch.randn(2, 5, 32)}
-
-
-PLANS: dict[tuple[type, str, str], Plan] = {}
-"""By class, weights and arguments: most tests begin with the same."""
-
-
-def plan_module(module: nn.Module, kwargs: dict[str, Any]) -> Plan:
-    known = type(module), sample_weights(module), str(kwargs)
-    if known not in PLANS:
-        PLANS[known] = measure_plan({"part": module}, run=lambda: run(module, kwargs))
-    return PLANS[known]
-
-
-@contextmanager
-def planned(module: nn.Module, kwargs: dict[str, Any]) -> Iterator[AppliedPlan]:
-    plan = plan_module(module, kwargs)
-    assert plan.components[0].precision == "fp16"
-    assert plan.components[0].in_force.exponents
-    with assert_untouched({"part": module}), apply_plan({"part": module}, plan) as applied:
-        yield applied
-
-
-@contextmanager
-def repaired(module: nn.Module, kwargs: dict[str, Any]) -> Iterator[Guard]:
-    module.half()
-    with guard(module, announce=lambda text: None) as handle:
-        run(module, kwargs, torch.float16)
-        assert [x.action for x in handle.repairs] == ["rescaled"]
-        yield handle
 
 
 def make_t5() -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
@@ -259,17 +189,6 @@ def test_a_guard_casts_what_no_exponents_are_found_for(
     assert "No exponents were found that hold for these calls and those before" in said[0]
     assert max(measure_error(x, wanted) for x in found) <= max(allowed, 1e-6)
     assert torch.equal(run(module, first), wanted)
-
-
-def test_a_refused_argument_beyond_fp16_is_measured_as_it_is() -> None:
-    """Exponents are found for what the call was given, and not for the Inf that a cast makes of it."""
-    module, first = make_encoder()
-    other = {**first, "late": torch.full((1, 1, 32), 2e5), "gate": torch.zeros(1)}
-    wanted = run(module, other)
-    with guard({"part": module}, plan_module(module, first), announce=lambda text: None) as handle:
-        run(module, first)
-        assert measure_error(run(module, other), wanted) < 2e-3
-        assert [(x.kind, x.action) for x in handle.repairs] == [("signature", "rescaled")]
 
 
 @pytest.mark.parametrize("other", [{"gate": torch.zeros(1)}, {"hidden": True}])
@@ -479,38 +398,6 @@ def test_a_call_that_the_module_refuses() -> None:
         assert torch.equal(run(module, first), wanted)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_a_guard_scales_arguments_beneath_it(compiled: bool) -> None:
-    """An argument that meets scaled values is multiplied inside of a guard: nothing else is repaired."""
-    module, first = make_encoder()
-    module.up[2].weight.mul_(2.0**4)  # so that what it gives overflows as well
-    second = {**first, "inner": torch.full((2, 5, 64), 300.0)}
-    wanted = [run(module, x) for x in (first, second)]
-    program: Any = {"part": torch.compile(module, backend="eager") if compiled else module}
-    module.half()
-    with guard(program, announce=lambda text: None) as handle:
-        run(program["part"], first, torch.float16)
-        calls = (second, first, second, first)
-        found = [run(program["part"], x, torch.float16) for x in calls]
-        assert [x.kind for x in handle.repairs] == ["range"]
-        assert module.embed.weight.dtype == torch.float16
-    errors = [measure_error(x, wanted[1 - i % 2]) for i, x in enumerate(found)]
-    assert max(errors) < 2e-3
-
-
-def test_a_fault_of_a_call_whose_arguments_are_scaled() -> None:
-    """A repair under such a call rests on the arguments that the program gave, and so does its replay."""
-    module, first = make_encoder()
-    module.up[2].weight.mul_(2.0**4)
-    second = {**first, "inner": torch.full((2, 5, 64), 6e4)}
-    wanted = [run(module, x) for x in (second, second, first)]
-    with guard({"part": module}, plan_module(module, first), announce=lambda text: None) as handle:
-        found = [run(module, x, torch.float16) for x in (second, second, first)]
-        assert [(x.kind, x.action) for x in handle.repairs] == [("range", "rescaled")]
-    errors = [measure_error(*pair) for pair in zip(found, wanted, strict=True)]
-    assert max(errors) < 2e-3
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("put", [apply_plan, guard])
 def test_hidden_states_of_a_vision_tower_with_a_stream_in_fp32(put: Any) -> None:
@@ -568,113 +455,6 @@ def test_a_controlnet_under_a_plan_and_a_guard() -> None:
         assert module.dtype == torch.float16
     errors = [measure_error(*pair) for pair in zip(found, wanted, strict=True)]
     assert max(errors) < bf16 / 2
-
-
-class Sized(Encoder):
-    """The same with a table of five positions, and one for all other numbers of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.other = (nn.Parameter(torch.randn(x, 32)) for x in (5, 16))
-
-    def forward(self, x: torch.Tensor, **_: Any) -> Any:
-        rows = x.shape[1]
-        x = self.embed(x)
-        x = x + (self.table if rows == 5 else self.other[:rows])
-        for up, down, norm in zip(self.up, self.down, self.norms, strict=True):
-            x = x + down(up(norm(x)))
-        return self.norm(x)
-
-
-def make_sized() -> tuple[Sized, list[dict[str, Any]]]:
-    """The module with calls of other sizes: as the first, without the table, and again."""
-    torch.manual_seed(1)
-    module = Sized().eval().requires_grad_(False)
-    module.up[2].weight.mul_(2.0**10)
-    module.down[2].weight.mul_(2.0**9)
-    shapes = [(2, 5, 32), (3, 5, 32), (2, 7, 32), (4, 7, 32), (2, 9, 32)]
-    return module, [{"x": torch.randn(*shape)} for shape in shapes]
-
-
-@pytest.fixture
-def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Runs without values and captures of calls, as they are made."""
-    found: list[str] = []
-    read, trace = known_calls.read_call, KnownCalls.trace
-
-    def count_read(*args: Any) -> Any:
-        found.append("read")
-        return read(*args)
-
-    def count_trace(*args: Any, **options: Any) -> Any:
-        found.append("trace")
-        return trace(*args, **options)
-
-    monkeypatch.setattr(known_calls, "read_call", count_read)
-    monkeypatch.setattr(KnownCalls, "trace", count_trace)
-    return found
-
-
-def test_sizes_that_lead_elsewhere_are_found(looked: list[str]) -> None:
-    """A table that has exponents and is not read: refused; sizes that were met cost nothing."""
-    module, calls = make_sized()
-    wanted = [run(module, x) for x in calls]
-    with planned(module, calls[0]) as applied:
-        assert applied.plan.components[0].in_force.exponents.get("table")
-        looked.clear()
-        found = [run(module, calls[i], torch.float16) for i in (0, 1)]
-        assert looked == ["read", "read"]
-        for _ in range(2):
-            with pytest.raises(ScalingError, match=r"was called with sizes 2x7x32 \(forward\)"):
-                run(module, calls[2], torch.float16)
-            for kwargs in calls[:2]:
-                run(module, kwargs, torch.float16)
-        assert looked[2:] == ["read", "trace"]
-    errors = [measure_error(x, right) for x, right in zip(found, wanted, strict=False)]
-    assert max(errors) < 2e-3
-
-
-def test_sizes_that_lead_elsewhere_are_repaired(looked: list[str]) -> None:
-    """Under a guard exponents are found that hold for both ways through the code, once."""
-    module, calls = make_sized()
-    wanted = [run(module, x) for x in calls]
-    with repaired(module, calls[0]) as handle:
-        found = [run(module, x, torch.float16) for x in calls]
-        assert [x.kind for x in handle.repairs] == ["range", "signature"]
-        assert "was called with other sizes (forward)" in handle.repairs[1].evidence
-        assert looked.count("trace") == 1
-    errors = [measure_error(x, right) for x, right in zip(found, wanted, strict=True)]
-    assert max(errors) < 2e-3
-
-
-def test_sizes_that_lead_elsewhere_are_refused() -> None:
-    """`rescale_` keeps its exponents: what they do not hold for is refused, in fp32 as well."""
-    module, calls = make_sized()
-    wanted = [run(module, x) for x in calls]
-    rescaling = rescale_(module, (), calls[0])
-    assert all(torch.equal(run(module, calls[i]), wanted[i]) for i in (0, 1))
-    with pytest.raises(ScalingError, match="Sized was called with sizes 2x7x32"):
-        run(module, calls[2])
-    rescaling.undo()
-    assert torch.equal(run(module, calls[2]), wanted[2])
-
-
-def test_values_beyond_the_range_of_an_unmeasured_call() -> None:
-    """A call that overflows by arguments that nobody measured is refused, and NaN is not returned."""
-    module, first = make_encoder()
-    second = {**first, "late": torch.full((32,), 6e4), "hidden": True}
-    module.down[2].weight.mul_(2.0**4)  # so that the stream is stored higher
-    with planned(module, first):
-        watch = find_watch(module)
-        key = "forward(hidden=True, late[1d], x[3d])", ((32,), (2, 5, 32))
-        watch.known.verdicts[key] = CallEnds({1: 12}, {}, 2, 3)
-        with pytest.raises(ScalingError, match="returned values that are not finite"):
-            run(module, second)
-
-
-def find_watch(module: nn.Module) -> Any:
-    ((*_, layer),) = vars(module)["_call_impl"].stopdown_stack.layers
-    return layer.__self__
 
 
 def test_other_signatures_in_threads() -> None:
@@ -1037,24 +817,6 @@ def test_rescale_watches_other_signatures() -> None:
         rescaling.undo()
 
 
-class Modulated(nn.Module):
-    """Blocks whose norms are scaled by halves of a linear's result; what that linear gives overflows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(16, 32), nn.Linear(32, 16)
-        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-        self.modulations = nn.ModuleList(nn.Linear(8, 64) for _ in range(3))
-        self.norm = nn.LayerNorm(32, elementwise_affine=False)
-
-    def forward(self, x: torch.Tensor, time: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-        x = self.enter(x).unflatten(1, grid).flatten(1, 2)
-        for block, modulation in zip(self.blocks, self.modulations, strict=True):
-            scale, shift = modulation(time).unsqueeze(1).chunk(2, dim=-1)
-            x = x + block(self.norm(x) * (1 + scale) + shift)
-        return self.leave(self.norm(x))  # type: ignore[no-any-return]
-
-
 def test_a_stream_in_fp32_under_other_numbers() -> None:
     """A call that differs in a number alone keeps exponents whose stream has multiplies before its parts.
 
@@ -1073,32 +835,6 @@ def test_a_stream_in_fp32_under_other_numbers() -> None:
     assert "modulations.1" in rescaling.scaling.multiplies
     cast_(module, torch.float16, rescaling)
     assert measure_error(run(module, other, torch.float16), wanted) < bf16 / 2
-
-
-@pytest.mark.thorough
-def test_a_forecast_leaves_the_weights_of_other_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forecast of calls that exponents do not hold for runs, and takes none of them off the weights."""
-    monkeypatch.setattr(known_calls, "find_call_ends", lambda *args: None)
-    pipe = make_pipeline("sd", overflow="unet")
-    given: dict[str, Any] = {"prompt": "a cat", "num_inference_steps": 1}
-    plan = measure_pipeline(pipe, prompts=[given])
-    with apply_plan(pipe, plan):
-        before = {name: x.clone() for name, x in pipe.unet.named_parameters()}
-        scaled = {**given, "cross_attention_kwargs": {"scale": 0.5}}
-        assert predict_run(pipe, scaled, steps=1, fused=True).predictions
-        assert all(torch.equal(x, before[name]) for name, x in pipe.unet.named_parameters())
-
-
-def test_a_difference_has_lists_whole() -> None:
-    """Numbers of a list are not arguments of their own."""
-    torch.manual_seed(2)
-    module = Modulated().eval().requires_grad_(False)
-    given = {"x": torch.randn(1, 12, 16), "time": torch.randn(1, 8)}
-    known = rescale_(module, (), {**given, "grid": (3, 4)}).scaling
-    said = known_calls.describe_difference(
-        "forward(grid=[2, 6], time[2d], x[3d])", known, "forward"
-    )
-    assert said == "with grid=[2, 6], without grid=[3, 4] (forward)"
 
 
 @pytest.mark.parametrize("put", [apply_plan, rescale_])

@@ -1,0 +1,31 @@
+"""Items made one by one or in tables: checked as those of files are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stopdown.batch.prompt_maker import PromptMaker
+from stopdown.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        ({"name": "../x"}, "'../x' is no name of a file."),
+        ({"prompt": "a\x00circle"}, "It holds control characters."),
+        ({"steps": "many"}, "the field steps holds text and should hold a whole number."),
+        ({"step": 2}, "the field 'step' is unknown."),
+    ],
+)
+def test_items_of_programs_are_checked_like_those_of_files(
+    said: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    """What no line of a prompts file may say is refused in a dict as well, before a model is loaded."""
+    maker = PromptMaker("shapes", output=str(tmp_path / "made"))
+    with pytest.raises(InputError, match=re.escape(f"is wrong: {what}")):
+        maker.make({"prompt": "a circle", **said})
+    assert list(tmp_path.iterdir()) == []
