@@ -4,7 +4,7 @@ Each row takes a pipeline class with the tiny components and the arguments that 
 makes its denoiser overflow in fp16, saves it in bf16, and gives the folder to `stopdown generate` with its
 prompt, pictures and sizes. The same command is run in fp32 and in bf16 on the CPU, and with `fp16-plain`.
 Diffusers' tests are no part of its package: take them from its repository, and install what they import
-(`pip install parameterized requests`).
+(`pip install parameterized requests torchvision`; without torchvision, ten classes can't be built).
 
     git clone --depth 1 https://github.com/huggingface/diffusers /tmp/diffusers
     python benchmarks/every_pipeline.py /tmp/diffusers             # rows that are not stored, an hour
@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import inspect
 import json
 import math
@@ -39,6 +40,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -57,7 +59,7 @@ LIMIT_SECONDS = 240
 MOST_BYTES = 12 * 2**30
 """Of address space: a row that wants more is a row, and not the end of the machine."""
 
-DENOISERS = ("transformer", "unet", "prior", "decoder", "dit")
+DENOISERS = ("transformer", "unet", "prior", "decoder", "dit", "latent_upsampler")
 MOST_BITS = 20
 LARGEST_WEIGHT = 2.0**15
 LARGEST_NOISE = 64.0
@@ -78,6 +80,26 @@ class Subject:
     name: str
     path: str
     test: str
+
+
+def import_torchvision() -> None:
+    """Import torchvision where it is installed, if need be without its compiled operations.
+
+    Its wheel for CUDA can't load them beside a PyTorch for CPUs, and then it lacks the names of two.
+    Pictures are resized by PyTorch's own operations.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    with contextlib.suppress(RuntimeError):
+        importlib.import_module("torchvision")
+        return
+    for name in [x for x in sys.modules if x.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    for name in ("nms", "qnms"):
+        torch.library.define(
+            f"torchvision::{name}", "(Tensor dets, Tensor scores, float least) -> Tensor"
+        )
+    importlib.import_module("torchvision")
 
 
 def list_subjects(checkout: Path) -> list[Subject]:
@@ -190,7 +212,7 @@ def build(subject: Subject) -> tuple[Any, dict[str, Any]]:
             for value in part.parameters():
                 if value.dim() > 1 and not bool(value.any()):
                     value.normal_(0, value[0].numel() ** -0.5)
-                elif not bool(value.isfinite().all()):  # made by `torch.empty`
+                elif not bool((value.abs() < LARGEST_WEIGHT).all()):  # made by `torch.empty`
                     value.normal_(0, 0.02)
     fit_vocabularies(parts)
     scheduler = parts.get("scheduler")
@@ -200,7 +222,7 @@ def build(subject: Subject) -> tuple[Any, dict[str, Any]]:
         parts["scheduler"] = type(scheduler).from_config(config, prediction_type="flow_prediction")
     kind = tester.pipeline_class
     own = next(x for x in kind.__mro__ if x.__module__.startswith("diffusers."))
-    fit_parts(own, parts)
+    fit_parts(own, parts, given)
     if (
         own.__name__ == "Kandinsky5I2IPipeline"
     ):  # a letter is a token here, and its template is long
@@ -219,12 +241,13 @@ def build(subject: Subject) -> tuple[Any, dict[str, Any]]:
     return pipe, given
 
 
-def fit_parts(kind: type, parts: dict[str, Any]) -> None:
+def fit_parts(kind: type, parts: dict[str, Any], given: dict[str, Any]) -> None:
     """Give a pipeline what its own code needs, and tests go round by tensors in the place of pictures."""
     if kind.__name__ in ("StableVideoDiffusionPipeline", "ShapEImg2ImgPipeline"):
         encoder = parts["image_encoder"]  # every picture is made 224 pixels wide
         encoder.config.update({"image_size": 224, "patch_size": 32})
         parts["image_encoder"] = type(encoder)(encoder.config).eval().requires_grad_(False)
+        given["image"] = Image.fromarray(_list_pixels(given["image"])[0])
     if type(parts.get("text_encoder")).__name__ == "T5GemmaEncoder":
         give_whole_config(parts["text_encoder"])
     needed: Any = vars(kind).get("_optional_components", ())
@@ -283,9 +306,11 @@ def make_overflow(pipe: Any, given: dict[str, Any]) -> dict[str, Any]:
     if module is None:
         return {"overflow": "", "bits": 0}
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    hook = module.register_forward_pre_hook(
-        lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
-    )
+
+    def keep(_: Any, args: Any, kwargs: Any) -> None:
+        calls.append(copy_containers((args, kwargs)))
+
+    hook = module.register_forward_pre_hook(keep, with_kwargs=True)
     try:
         with torch.no_grad(), contextlib.redirect_stdout(sys.stderr):
             pipe(**given)
@@ -295,47 +320,97 @@ def make_overflow(pipe: Any, given: dict[str, Any]) -> dict[str, Any]:
         note = ""
     hook.remove()
     row: dict[str, Any] = {"direct": note, "overflow": "", "bits": 0}
-    if not calls:
+    # the first call instead, where later ones need a cache that it fills
+    call = next((x for x in (*calls[-1:], *calls[:1]) if is_noise_in_fp32(module, *x)), None)
+    if call is None:
         return row
-    args, kwargs = calls[-1]
+    found = overflow_by(module, call, step=2)
+    if found is None and scale_weights(module, LAST, -SMALLER_BITS):
+        found = overflow_by(module, call, step=1)
+        if found is None:
+            scale_weights(module, LAST, SMALLER_BITS)
+    return row | {"overflow": found[0], "bits": found[1]} if found else row
+
+
+def overflow_by(module: Any, call: tuple[Any, Any], *, step: int) -> tuple[str, int] | None:
+    """Scale weights in the first way that makes a call overflow; that way and its bits, if there is one."""
     largest = max(float(x.abs().max()) for x in module.parameters())
     most = min(MOST_BITS, math.floor(math.log2(LARGEST_WEIGHT / max(largest, 1e-3))))
-    for way, pattern in WAYS.items():
+    for way, pattern in (WAYS | WAYS_TOGETHER).items():
         bits = most if scale_weights(module, pattern, most) else 0
-        while bits > 0 and not is_finite(module, args, kwargs, torch.float32):
-            scale_weights(module, pattern, -2)
-            bits -= 2
-        if bits > 0 and not is_finite(module, args, kwargs, torch.float16):
-            return row | {"overflow": way, "bits": bits}
-        if bits > 0:
+        while bits > 0 and not is_noise_in_fp32(module, *call):
+            scale_weights(module, pattern, -step)
+            bits -= step
+        if bits > 0 and not is_finite_in_fp16(module, *call):
+            return way, bits
+        if bits != 0:
             scale_weights(module, pattern, -bits)
-    return row
+    return None
 
 
-def is_finite(module: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> bool:
-    """Whether a call gives finite values in a format, and squares that fp32 holds."""
-    held = True
+LAST = r"^(proj_out|final_conv)\.weight"
+SMALLER_BITS = 10
+"""Of the last layer, where nothing normalises its input: large values inside have to make noise again."""
+
+
+def copy_containers(value: Any) -> Any:
+    """Copy a nested value without its tensors: some models empty the lists that they are given."""
+    return torch.utils._pytree.tree_map(lambda x: x, value)
+
+
+WAYS_TOGETHER = {
+    "attention values and residual": f"{WAYS['attention values']}|{WAYS['residual']}",
+    "gated product and last linear": f"{WAYS['gated product']}|{WAYS['last linear']}",
+    "values and residual by their own names": r"(attention|feed_forward)\.out_layer|\.to_value"
+    r"|attn\.to_out\.weight|ff\.proj_out|attn\.to_q?kv",
+}
+"""For values that one way alone brings near to fp16's maximum, with weights that fp16 holds."""
+
+
+def is_noise_in_fp32(module: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call gives noise in fp32, and values inside whose squares fp32 holds."""
+    inside, outputs = find_largest(module, args, kwargs)
+    return inside < 2.0**56 and outputs < LARGEST_NOISE
+
+
+def find_largest(module: Any, args: Any, kwargs: Any) -> tuple[float, float]:
+    """The largest magnitudes inside a call in fp32 and of its outputs; Inf for NaN, and where it stops."""
+    inside = 0.0
+
+    def amax(values: Any) -> float:
+        found = [
+            float(x.abs().max())
+            for x in iterate_tensors(values)
+            if x.is_floating_point() and x.numel()
+        ]
+        return max((math.inf if math.isnan(x) else x for x in found), default=0.0)
 
     def look(_: Any, args: Any, output: Any) -> None:
-        nonlocal held
-        for value in iterate_tensors(output):
-            if value.is_floating_point() and dtype == torch.float32:
-                held = held and bool((value.abs() < 2.0**56).all())
+        nonlocal inside
+        inside = max(inside, amax(output))
 
     hooks = [x.register_forward_hook(look) for x in module.modules()]
     try:
         with torch.no_grad():
-            cast = module if dtype == torch.float32 else _copy(module).to(dtype)
-            output = cast(*cast_tree(args, dtype), **cast_tree(kwargs, dtype))
-        values = [x for x in iterate_tensors(output) if x.is_floating_point()]
-        if dtype == torch.float32:  # a denoiser gives noise, however large its values are inside
-            return held and all(bool((x.abs() < LARGEST_NOISE).all()) for x in values)
-        return all(bool(x.isfinite().all()) for x in values)
+            own, named = copy_containers((args, kwargs))
+            outputs = amax(module(*own, **named))
+            return inside, outputs
     except Exception:
-        return dtype == torch.float16  # no overflow was seen
+        return math.inf, math.inf
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def is_finite_in_fp16(module: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call is finite in fp16; where it can't be called so, whether fp16 holds its values."""
+    cast = _copy(module).half()
+    for least_dim in (2, 0):  # timesteps and tables in fp32 first, as pipelines give them
+        with contextlib.suppress(Exception), torch.no_grad():
+            own, named = cast_tree((args, kwargs), torch.float16, least_dim)
+            values = [x for x in iterate_tensors(cast(*own, **named)) if x.is_floating_point()]
+            return all(bool(x.isfinite().all()) for x in values)
+    return find_largest(module, args, kwargs)[0] < 2 * torch.finfo(torch.float16).max
 
 
 def _copy(module: Any) -> Any:
@@ -482,8 +557,6 @@ def read(path: Path) -> Any:
         from stopdown.frames.sound import read_sound
 
         return read_sound(str(path)).samples * 255.0
-    from PIL import Image
-
     files = sorted(path.glob("*.png") if path.is_dir() else path.parent.glob(f"{path.stem}*.png"))
     return np.stack([np.asarray(Image.open(x).convert("RGB"), np.float32) for x in files])
 
@@ -675,7 +748,7 @@ def main() -> None:
     """Fill the rows that are asked for, and store each with those that were stored before."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkout", type=Path, nargs="?", help="of Diffusers' repository")
-    parser.add_argument("--only", nargs="+", help="these rows, again")
+    parser.add_argument("--only", nargs="+", help="these rows, again, in this order")
     parser.add_argument("--outcomes", nargs="+", help="rows with these outcomes, again")
     parser.add_argument("--part", default="0/1", help="one part of the rows: 0/2, 1/2")
     parser.add_argument("--table", action="store_true", help="only write the table")
@@ -683,11 +756,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if not options.table:
+        import_torchvision()
         sys.path.insert(0, str(options.checkout))
         subjects, stored = list_subjects(options.checkout), load()
         count = len(subjects)
         if options.only:
-            subjects = [x for x in subjects if x.name in options.only]
+            named = {x.name: x for x in subjects}
+            subjects = [named[x] for x in options.only]
         elif options.outcomes:
             subjects = [
                 x

@@ -12,6 +12,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from models.pipeline_calls import make_pipeline
 from stopdown.errors import OptionError
@@ -20,6 +21,7 @@ from stopdown.pipelines.requests import (
     Request,
     Stage,
     build_arguments,
+    explain_stop,
     find_frames,
     list_needed_arguments,
     name_pipeline_arguments,
@@ -328,9 +330,7 @@ def test_a_second_stage_names_the_first(name: str, remedy: str) -> None:
 
 def test_an_embedding_is_what_another_pipeline_makes() -> None:
     """No option can give one: the remedy is Python, where both pipelines are called."""
-    import diffusers
-
-    kind = diffusers.KandinskyV22ControlnetPipeline
+    kind = make_signature("SomePipeline", "image_embeds", "negative_image_embeds")
     with pytest.raises(OptionError) as caught:
         name_pipeline_arguments(kind, Request())
     assert caught.value.remedy == (
@@ -339,12 +339,99 @@ def test_an_embedding_is_what_another_pipeline_makes() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["ControlnetPipeline", "ControlnetImg2ImgPipeline"])
+def test_a_second_stage_without_a_combined_class_shows_both_calls(name: str) -> None:
+    """Kandinsky's ControlNets take a prior's result, whose class and fields the remedy names."""
+    kind = getattr(diffusers, f"KandinskyV22{name}")
+    with pytest.raises(OptionError) as caught:
+        name_pipeline_arguments(kind, Request())
+    assert caught.value.remedy == (
+        f"KandinskyV22{name} is the second stage: KandinskyV22PriorPipeline makes that from a prompt, and "
+        "no class does both. In Python: prior = diffusers.KandinskyV22PriorPipeline.from_pretrained("
+        '"kandinsky-community/kandinsky-2-2-prior"); made = prior("a cat"); pipe = stopdown.load(SOURCE); '
+        "then pipe(image_embeds=made.image_embeds, negative_image_embeds=made.negative_image_embeds, ...)."
+    )
+
+
 def test_a_method_that_has_to_be_called_first_is_named() -> None:
     """LEdits++ edits the picture that its `invert` was called with; no argument gives it."""
     said = "The `invert` method has to be called beforehand. Edits are of `image`s."
     remedy = say_what_to_change(diffusers.LEditsPPPipelineStableDiffusion, said)
-    assert remedy == "Call its method invert first, in Python: pipe = stopdown.load(SOURCE)."
+    assert remedy == (
+        "Call its method invert first, in Python: pipe = stopdown.load(SOURCE); pipe.invert(image=...); "
+        "then pipe(...)."
+    )
     assert "invert" not in say_what_to_change(diffusers.StableDiffusionPipeline, said)
+
+
+def test_several_controlnets_are_told_to_take_a_list() -> None:
+    """Their error names `image`, also where the pictures to follow are called otherwise."""
+    said = "For multiple controlnets: `image` must be type `list`"
+    for kind, name in (
+        (diffusers.StableDiffusionControlNetImg2ImgPipeline, "control_image"),
+        (diffusers.StableDiffusionControlNetPipeline, "image"),
+    ):
+        assert say_what_to_change(kind, said) == (
+            f'Use request=stopdown.Request(arguments={{"{name}": ...}}) with a list of pictures, one for '
+            "each ControlNet."
+        )
+
+
+def test_a_picture_smaller_than_a_block_is_told_how_large_to_be() -> None:
+    """The latent upscaler rounds sides down to multiples of 64, and has no option for them."""
+    kind = diffusers.StableDiffusionLatentUpscalePipeline
+    assert say_what_to_change(kind, "height and width must be > 0") == (
+        "Give an `image` of 64 pixels a side or more: its sides are rounded down to whole blocks."
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "precisions", "said"),
+    [
+        (RuntimeError("expected scalar type Half but found Float"), ("fp16",), "Run it again with"),
+        (
+            RuntimeError("expected scalar type Half but found Float"),
+            ("fp16", "fp32"),
+            "Run it again",
+        ),
+        (RuntimeError("an unknown error"), ("fp32", "fp32"), "It ran in fp32, so the cause is in"),
+        (IndexError("index 5 is out of bounds"), ("fp16",), "Run it again with"),
+        (ValueError("cannot convert float NaN to integer"), ("fp16",), "Run it again with"),
+        (
+            AttributeError("'Image' object has no attribute 'shape'"),
+            ("fp16",),
+            "The cause is in the",
+        ),
+        (
+            RuntimeError("Given normalized_shape=[32], expected"),
+            ("fp16",),
+            "The cause is in the model",
+        ),
+    ],
+)
+def test_an_error_that_no_precision_causes_does_not_advise_fp32(
+    error: Exception, precisions: tuple[str, ...], said: str
+) -> None:
+    """Wrong names and sizes stay wrong in fp32; NaN and dtypes may not; what ran in fp32 says so."""
+    found = explain_stop(diffusers.StableDiffusionPipeline, {}, error, precisions=precisions)
+    assert found.remedy.startswith(said)
+    assert ("precision" in found.remedy) == (not said.startswith("It ran"))
+
+
+def test_a_picture_becomes_a_tensor_where_a_call_takes_only_tensors() -> None:
+    """A hint of Kandinsky's ControlNet has a shape and no size; a picture elsewhere stays one."""
+    picture = Image.fromarray(PICTURE)
+    embeds = {"image_embeds": 0, "negative_image_embeds": 0}
+    request = Request(arguments={**embeds, "hint": picture})
+    kind = type("P", (), {"__call__": diffusers.KandinskyV22ControlnetPipeline.__call__})
+    given = build_arguments(kind(), request, chooses_sides=False)
+    assert given["hint"].shape == (1, 3, 24, 40)
+    assert float(given["hint"].max()) == pytest.approx(128 / 255)
+    other = make_signature("SomePipeline", hint=None)()
+    assert (
+        build_arguments(other, Request(arguments={"hint": picture}), chooses_sides=False)["hint"]
+        is picture
+    )
 
 
 def test_each_combined_class_makes_both_stages() -> None:

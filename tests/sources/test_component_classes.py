@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
+from stopdown import testing
 from stopdown.errors import SourceError
+from stopdown.pipelines.loader import load_pipeline
 from stopdown.sources import component_classes
 from stopdown.sources.component_classes import describing_failures, find_class, limited_building
 from stopdown.sources.headers import StoredTensor
+from stopdown.sources.sources import resolve_source
 
 
 def test_classes_are_of_the_two_libraries_alone() -> None:
@@ -42,3 +47,16 @@ def test_errors_of_building_name_the_class_and_the_folder() -> None:
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     with pytest.raises(SourceError, match="Thing"), describing_failures(Path("f"), "Thing"):
         raise ImportError("no module sentencepiece")
+
+
+def test_a_component_that_a_model_leaves_out_is_named(tmp_path: Path) -> None:
+    """Diffusers lists all that it expected and all that it got; downloading again brings no more."""
+    folder = testing.save_pipeline("sd", tmp_path / "sd")
+    index = folder / "model_index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"scheduler": [None, None]}))
+    with pytest.raises(SourceError) as caught:
+        load_pipeline(resolve_source(folder), torch_dtypes=torch.float32)
+    assert str(caught.value).startswith(
+        f"StableDiffusionPipeline needs scheduler, which {folder} does not have."
+    )
+    assert f"from_pretrained('{folder}', scheduler=...)" in str(caught.value)

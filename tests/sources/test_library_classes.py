@@ -77,3 +77,4 @@ def test_a_deprecated_class_is_named(folder: Path, library: str) -> None:
         "model_index.json names the class 'PaellaVQModel', which the installed Diffusers has among its "
         "deprecated pipelines."
     )
+    assert read_error(lambda: verify(folder)).endswith("Use another model.")

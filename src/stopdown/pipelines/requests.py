@@ -361,14 +361,44 @@ def explain_pipeline_error(
     )
 
 
+_OF_PRECISION = re.compile(
+    r"\b(half|double|dtype|[bf]p?16|fp32|b?float\d*|nan|inf|finite)\b", re.IGNORECASE
+)
+"""Words of errors that a precision may cause."""
+
+_NOT_OF_PRECISION = (AttributeError, KeyError, NameError, TypeError, ValueError)
+_SIZES = re.compile(
+    r"normalized_shape|shapes cannot be multiplied|size of tensor|to have \d+ channels"
+)
+
+
+def was_raised_by_model(error: Exception) -> bool:
+    """Return whether a module's code raised an error, and not the pipeline's own."""
+    frames = (x for x, _ in traceback.walk_tb(error.__traceback__))
+    return any(hasattr(x.f_locals.get("self"), "named_modules") for x in frames)
+
+
+def _is_of_precision(error: Exception) -> bool:
+    """Return whether an error may go away in another precision; wrong names and sizes never do."""
+    if _OF_PRECISION.search(str(error)):
+        return True
+    return not isinstance(error, _NOT_OF_PRECISION) and not _SIZES.search(str(error))
+
+
 def explain_stop(
-    pipeline_class: type, arguments: Mapping[str, Any], error: Exception
+    pipeline_class: type,
+    arguments: Mapping[str, Any],
+    error: Exception,
+    *,
+    precisions: Iterable[str] = (),
 ) -> StopdownError:
-    """Return the error for a run that failed for a reason other than its arguments or device memory."""
-    frames = [x for x, _ in traceback.walk_tb(error.__traceback__)]
-    runs_model = any(hasattr(x.f_locals.get("self"), "named_modules") for x in frames)
+    """Return the error for a run that failed for a reason other than its arguments or device memory.
+
+    Args:
+        precisions: of the pipeline's components.
+    """
     absent = [x for x in read_signature(pipeline_class) if _INPUT.match(x)]
-    absent = [] if runs_model else [x for x in absent if arguments.get(x) is None]
+    absent = [] if was_raised_by_model(error) else [x for x in absent if arguments.get(x) is None]
     own = [x for x in traceback.extract_tb(error.__traceback__) if "site-packages" in x.filename]
     own = [x for x in own if not re.search(r"site-packages.(torch|accelerate).", x.filename)]
     place = ""
@@ -378,11 +408,21 @@ def explain_stop(
     said = [place, *getattr(error, "__notes__", ())]
     if absent:
         said.append(f"It was not given {_list_fields(pipeline_class, absent)}.")
+    if {*precisions} == {"fp32"}:
+        remedy = "It ran in fp32, so the cause is in the model or the request."
+    elif _is_of_precision(error):
+        remedy = (
+            'Run it again with precision="fp32": if that stops as well, the cause is in the model or '
+            "the request."
+        )
+    else:
+        remedy = (
+            "The cause is in the model or the request: another precision leads to the same error."
+        )
     return StopdownError(
         f"{pipeline_class.__name__} stopped: {type(error).__name__}: {take_first_line(error)[:300]}",
         expected=" ".join(filter(None, said)),
-        remedy='Run it again with precision="fp32": if that stops as well, the cause is in the model or '
-        "the request.",
+        remedy=remedy,
     )
 
 
@@ -394,6 +434,14 @@ def say_what_to_change(pipeline_class: type, text: str) -> str:
     """
     if "unsupported ScalarType BFloat16" in text:
         return 'It hands bf16 to NumPy, which has no such format. Use precision="fp16" or precision="fp32".'
+    if "multiple controlnets" in text:
+        name = next(x for x in ("control_image", "image") if x in read_signature(pipeline_class))
+        return (
+            f'Use request=stopdown.Request(arguments={{"{name}": ...}}) with a list of pictures, one for '
+            "each ControlNet."
+        )
+    if "height and width must be > 0" in text:
+        return "Give an `image` of 64 pixels a side or more: its sides are rounded down to whole blocks."
     words = re.findall(r"\w+", text)
     named = [x for x in read_signature(pipeline_class) if x in words]
     fields = [x for x in (_find_field(pipeline_class, name) for name in named) if x]
@@ -407,8 +455,17 @@ def say_what_to_change(pipeline_class: type, text: str) -> str:
     if named:
         return _say_how(pipeline_class, named)
     for name in re.findall(r"`(\w+)`", text):
-        if inspect.isfunction(getattr(pipeline_class, name, None)):
-            return f"Call its method {name} first, in Python: pipe = stopdown.load(SOURCE)."
+        method = getattr(pipeline_class, name, None)
+        if inspect.isfunction(method):
+            needed = [
+                f"{x.name}=..."
+                for x in [*inspect.signature(method).parameters.values()][1:]
+                if x.default is inspect.Parameter.empty and x.kind == x.POSITIONAL_OR_KEYWORD
+            ]
+            return (
+                f"Call its method {name} first, in Python: pipe = stopdown.load(SOURCE); "
+                f"pipe.{name}({', '.join(needed)}); then pipe(...)."
+            )
     return (
         "Its own code says so of what it was given. To give an argument that has no option, "
         'use request=stopdown.Request(arguments={"NAME": ...}).'
@@ -449,7 +506,21 @@ def build_arguments(pipe: Any, request: Request, *, chooses_sides: bool = True) 
         arguments["generator"] = torch.Generator("cpu").manual_seed(request.seed)
     if "output_type" in taken:
         arguments["output_type"] = "np"
-    return {**arguments, **_match_text_length(pipe, taken), **request.arguments}
+    given = {name: _match_tensor(taken.get(name), x) for name, x in request.arguments.items()}
+    return {**arguments, **_match_text_length(pipe, taken), **given}
+
+
+def _match_tensor(parameter: inspect.Parameter | None, value: Any) -> Any:
+    """Return a PIL image as a tensor [1, 3, H, W] in [0, 1] where a call takes only tensors, as a hint."""
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    annotation = parameter.annotation if parameter is not None else None
+    if annotation not in (torch.Tensor, "torch.Tensor") or not isinstance(value, Image.Image):
+        return value
+    pixels = np.asarray(value.convert("RGB"), np.float32) / 255
+    return torch.from_numpy(pixels).permute(2, 0, 1)[None]
 
 
 def list_own_sides(pipe: Any, request: Request) -> dict[str, int]:
@@ -527,6 +598,8 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         first: class of the first stage.
         repository: Hub id of the first stage's model.
         combined: class that runs both stages; "" if there is none.
+        makes: what the second stage takes from the first one's result, if no class runs both; a picture
+            without it.
         folder: name of the folder in which the remedy saves the combined model.
     """
 
@@ -535,6 +608,7 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repository: str
     source: str
     combined: str = ""
+    makes: tuple[str, ...] = ()
     folder: str = ""
 
 
@@ -542,6 +616,13 @@ def _describe_stage(pipeline_class: type) -> str:
     """Return the remedy for a pipeline that needs the result of a first stage; "" for other pipelines."""
     for stage in read_rows("stages", "stage", Stage):
         name = pipeline_class.__name__
+        if name in stage.classes and stage.makes:
+            given = ", ".join(f"{x}=made.{x}" for x in stage.makes)
+            return (
+                f"{name} is the second stage: {stage.first} makes that from a prompt, and no class does "
+                f'both. In Python: prior = diffusers.{stage.first}.from_pretrained("{stage.repository}"); '
+                f'made = prior("a cat"); pipe = stopdown.load(SOURCE); then pipe({given}, ...).'
+            )
         if name in stage.classes and not stage.combined:
             return f"{name} is the second stage: give `image`, the picture that {stage.repository} makes."
         if name in stage.classes:

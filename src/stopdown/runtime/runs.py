@@ -34,6 +34,7 @@ from stopdown.pipelines.requests import (
     explain_stop,
     list_own_sides,
     say_what_to_change,
+    was_raised_by_model,
 )
 from stopdown.pipelines.results import count_frames, read_result
 from stopdown.plans.applier import AppliedPlan
@@ -253,7 +254,7 @@ def make_frames(
         )
     choose_format(output, count_frames(loaded.pipe, arguments))
     loaded.pipe.set_progress_bar_config(disable=True)
-    made = run_guarded(loaded, partial(_call, loaded.pipe, arguments, request.seed), settings)
+    made = run_guarded(loaded, partial(_call, loaded, arguments, request.seed), settings)
     result = read_result(loaded.pipe, arguments, made.output)
     return dataclasses.replace(
         made,
@@ -278,24 +279,26 @@ def run_guarded(loaded: AppliedPlan, start: Callable[[], Any], settings: GuardOp
     return RunResult(result, guarding.record, updated, time.perf_counter() - begun)
 
 
-def _call(pipe: Any, arguments: dict[str, Any], seed: int) -> Any:
+def _call(loaded: AppliedPlan, arguments: dict[str, Any], seed: int) -> Any:
     """Call a pipeline; turn its errors into `StopdownError`s with one message.
 
     PyTorch's own generators are seeded as well and restored afterwards, because some pipelines draw noise
     without the generator in their arguments.
     """
+    pipe = loaded.pipe
     try:
         with describing_out_of_memory(), seeded_generators(seed):
             return pipe(**arguments)
-    except (ValueError, TypeError) as error:
-        raise InputError(
-            f"{type(pipe).__name__} refused the request: {str(error).strip()}",
-            remedy=say_what_to_change(type(pipe), str(error)),
-        ) from error
     except StopdownError:
         raise
-    except Exception as error:  # whatever a model's own code raises
-        raise explain_stop(type(pipe), arguments, error) from error
+    except Exception as error:  # whatever a pipeline's or a model's own code raises
+        if isinstance(error, (ValueError, TypeError)) and not was_raised_by_model(error):
+            raise InputError(
+                f"{type(pipe).__name__} refused the request: {str(error).strip()}",
+                remedy=say_what_to_change(type(pipe), str(error)),
+            ) from error
+        precisions = (x.precision for x in loaded.decisions)
+        raise explain_stop(type(pipe), arguments, error, precisions=precisions) from error
 
 
 def write_result(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from stopdown.errors import SourceError, StopdownError, take_first_line, take_one_line
 from stopdown.interception.patches import Patches
 from stopdown.sources.headers import StoredTensor
-from stopdown.sources.library_classes import list_modules_with
+from stopdown.sources.library_classes import list_modules_with, list_optional_components
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.source_problems import make_source_error
 
@@ -107,7 +108,20 @@ def describing_failures(path: Path, class_name: str, *, has_weights: bool = True
         if has_weights:
             raise describe_misfit(path, class_name, _shorten(error)) from error
         said = {"class_name": class_name, "path": path, "error": _shorten(error)}
+        if parts := _list_missing_parts(class_name, str(error)):
+            said |= {"names": " and ".join(parts), "first": parts[0], "path": str(path)}
+            raise make_source_error("no-part", **said) from error
         raise make_source_error("not-built", **said) from error
+
+
+def _list_missing_parts(class_name: str, text: str) -> list[str]:
+    """List the components that Diffusers misses in a model, by its message; empty for other messages."""
+    found = re.search(r"expected \[(.*)\], but only \{(.*)\} were passed", text)
+    if found is None:
+        return []
+    expected, passed = (re.findall(r"\w+", x) for x in found.groups())
+    optional = list_optional_components(class_name)
+    return [x for x in expected if x not in passed and x not in optional]
 
 
 def describe_misfit(path: Path, class_name: str, reason: str) -> SourceError:

@@ -69,17 +69,19 @@ def makes_itself(pipeline_class: str, name: str) -> bool:
     source text of the class; an inherited `__init__` is not considered.
     """
     found = _read_class(pipeline_class)
-    if found is None:
-        return False
-    optional = next(
-        (x.value for x in found.body if isinstance(x, ast.Assign) and _is_optional(x)), None
-    )
-    if optional is not None and name in ast.literal_eval(optional):
+    if found is None or name in list_optional_components(pipeline_class):
         return False
     return any(
         isinstance(x, ast.FunctionDef) and x.name == "__init__" and name in _list_defaults(x.args)
         for x in found.body
     )
+
+
+def list_optional_components(pipeline_class: str) -> list[str]:
+    """List the components that a pipeline runs without, by the source text of its class."""
+    found = _read_class(pipeline_class)
+    assigned = [x for x in found.body if isinstance(x, ast.Assign)] if found is not None else []
+    return [y for x in assigned if _is_optional(x) for y in ast.literal_eval(x.value)]
 
 
 def _is_optional(node: ast.Assign) -> bool:
