@@ -320,6 +320,7 @@ def make_overflow(pipe: Any, given: dict[str, Any]) -> dict[str, Any]:
         note = ""
     hook.remove()
     row: dict[str, Any] = {"direct": note, "overflow": "", "bits": 0}
+    row["ways"] = len(WAYS) + len(WAYS_TOGETHER)
     # the first call instead, where later ones need a cache that it fills
     call = next((x for x in (*calls[-1:], *calls[:1]) if is_noise_in_fp32(module, *x)), None)
     if call is None:
@@ -665,10 +666,12 @@ def _captured(out: Path, err: Path) -> Iterator[None]:
 def judge(row: dict[str, Any]) -> str:
     """One word for what came of a row."""
     auto, other = row["auto"], row["fp32"]
+    if auto.get("traceback") or other.get("traceback"):
+        return "traceback"
     if auto["code"]:
-        if auto["traceback"]:
-            return "traceback"
-        return "refused" if other["code"] else "failed"
+        if not other["code"]:
+            return "failed"
+        return "refused" if auto["code"] == other["code"] == 2 else "stops in fp32"
     if other["code"]:
         return "no reference"
     error, bf16 = auto.get("error"), row["bf16"].get("error")
@@ -751,7 +754,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="these rows, again, in this order")
     parser.add_argument("--outcomes", nargs="+", help="rows with these outcomes, again")
     parser.add_argument("--part", default="0/1", help="one part of the rows: 0/2, 1/2")
-    parser.add_argument("--table", action="store_true", help="only write the table")
+    parser.add_argument(
+        "--table", action="store_true", help="only judge the rows again, and write the table"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -759,7 +764,7 @@ def main() -> None:
         import_torchvision()
         sys.path.insert(0, str(options.checkout))
         subjects, stored = list_subjects(options.checkout), load()
-        count = len(subjects)
+        listed = [x.name for x in subjects]
         if options.only:
             named = {x.name: x for x in subjects}
             subjects = [named[x] for x in options.only]
@@ -778,8 +783,23 @@ def main() -> None:
                 continue  # made by another part
             row = make_in_process(subject)
             print(row["name"], row["outcome"], row.get("said", ""), row["seconds"], flush=True)
-            store(row, listed=count, tests=find_version(options.checkout))
-    RESULTS.with_suffix(".md").write_text(draw_signed(load()))
+            store(row, listed, tests=find_version(options.checkout))
+    elif options.checkout is not None:
+        import_torchvision()
+        listed = [x.name for x in list_subjects(options.checkout)]
+        store(None, listed, tests=find_version(options.checkout))
+    stored = load()
+    RESULTS.write_text(json.dumps(judge_again(stored), indent=1) + "\n")
+    RESULTS.with_suffix(".md").write_text(draw_signed(stored))
+
+
+def judge_again(stored: dict[str, Any]) -> dict[str, Any]:
+    """Give each stored row that ran the word that `judge` has for it today."""
+    for row in stored["rows"].values():
+        if "auto" in row:
+            row["outcome"] = judge(row)
+    stored["counts"] = dict(Counter(x["outcome"] for x in stored["rows"].values()))
+    return stored
 
 
 def load() -> dict[str, Any]:
@@ -795,25 +815,25 @@ def find_version(checkout: Path) -> str:
     return found[1]
 
 
-def store(row: dict[str, Any], *, listed: int, tests: str) -> None:
-    """Write one row among those that are stored, by whichever process.
+def store(row: dict[str, Any] | None, listed: list[str], *, tests: str) -> None:
+    """Write one row among those that are stored, by whichever process; or only what rows there are to make.
 
     Args:
         row: with its name.
-        listed: how many rows there are to make.
+        listed: the rows that there are to make.
         tests: the version of Diffusers whose tests have the tiny components.
     """
     from filelock import FileLock
 
     with FileLock(f"{RESULTS}.lock"):
         stored = load()
-        stored["rows"][row.pop("name")] = row
-        stored["rows"] = dict(sorted(stored["rows"].items()))
-        stored |= {"machine": describe_machine(), "date": time.strftime("%Y-%m-%d")}
+        if row is not None:
+            stored["rows"][row.pop("name")] = row
+            stored["rows"] = dict(sorted(stored["rows"].items()))
+            stored |= {"machine": describe_machine(), "date": time.strftime("%Y-%m-%d")}
         stored |= {"command": "python benchmarks/every_pipeline.py CHECKOUT", "listed": listed}
-        stored |= {"tests": tests, "classes": list_classes()}
-        stored["counts"] = dict(Counter(x["outcome"] for x in stored["rows"].values()))
-        RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+        stored |= {"tests": tests, "classes": list_classes(), "others": list_other_classes()}
+        RESULTS.write_text(json.dumps(judge_again(stored), indent=1) + "\n")
 
 
 OUTCOMES = {
@@ -822,6 +842,7 @@ OUTCOMES = {
     "failed": "stopped with a message, where fp32 runs",
     "traceback": "stopped with a traceback",
     "refused": "refused in one sentence, in fp32 as well",
+    "stops in fp32": "stopped with a message, and plain fp32 stops too: no failure of a precision",
     "no reference": "ran, where fp32 did not",
     "out of time": f"took more than {LIMIT_SECONDS} s of a processor",
     "crashed": "ended the process",
@@ -844,10 +865,6 @@ def draw(stored: dict[str, Any]) -> str:
     rows: dict[str, Any] = stored["rows"]
     counts = Counter(x["outcome"] for x in rows.values())
     versions = stored["machine"]["versions"]
-    raising = [x for x in rows.values() if x.get("plain", {}).get("code") == 1]
-    saved = sum(x["outcome"] == "right" for x in raising)
-    ran = [x for x in rows.values() if x.get("fp32", {}).get("code") == 0]
-    good = sum(x["outcome"] == "right" for x in ran)
     lines = [
         "# Every pipeline of Diffusers on a simulated T4",
         "",
@@ -855,14 +872,13 @@ def draw(stored: dict[str, Any]) -> str:
         f"{versions['torch']}, Transformers {versions['transformers']}.",
         "",
         "Each row is a pipeline class with the tiny components and the arguments of Diffusers' own "
-        f"tests, which are those of Diffusers {stored['tests']}. Its denoiser is made to overflow in fp16, "
-        "it is saved in bf16, and `stopdown generate` "
+        f"tests, which are those of Diffusers {stored['tests']}. Weights of its denoiser are scaled until "
+        "it overflows in fp16 and not in fp32, it is saved in bf16, and `stopdown generate` "
         "gets the folder and no option about precision. Errors are mean differences, of 255, to fp32 with "
-        "the same seed.",
+        "the same seed. Where plain fp16 ran, the column gives its error.",
         "",
-        f"Of {len(ran)} classes that run in fp32, {good} are right. Plain fp16 stops in {len(raising)}, of "
-        f"which {saved} are right here. "
-        f"Rows that are not made yet: {stored['listed'] - len(rows)} of {stored['listed']}.",
+        *_draw_summary(rows),
+        f"Rows that are not made yet: {len({*stored['listed']} - {*rows})} of {len(stored['listed'])}.",
         "",
         *(f"- {counts[x]} {x}: {text}." for x, text in OUTCOMES.items() if counts[x]),
     ]
@@ -885,27 +901,101 @@ def draw(stored: dict[str, Any]) -> str:
         ]
         lines += ["|---|---|--:|--:|---|---|"]
         lines += [_draw_row(name, rows[name]) for name in names]
-    left = sorted({*stored["classes"]} - {x.get("class", name) for name, x in rows.items()})
-    lines += ["", f"## Without a row: {len(left)} of {len(stored['classes'])} classes", ""]
-    lines += [
-        "Not run yet, or Diffusers has no test that makes their components:",
+    return "\n".join(lines + _draw_classes(stored)) + "\n"
+
+
+OVERFLOW = re.compile(r"\b(NaN|Inf)\b|[Oo]verflow|not finite|black|grey")
+"""Words of what plain fp16 stopped with when values left its range."""
+
+
+def _draw_summary(rows: dict[str, Any]) -> list[str]:
+    """How many rows run in fp32, overflow in plain fp16 and are right; which don't overflow, and why."""
+    ran = {name: x for name, x in rows.items() if x.get("fp32", {}).get("code") == 0}
+    plain = {name: x.get("plain", {}).get("code") for name, x in ran.items()}
+    stops = [name for name, code in plain.items() if code == 1]
+    runs = [name for name, code in plain.items() if code == 0]
+    others = [name for name, code in plain.items() if code not in (0, 1)]
+
+    def count_right(names: list[str]) -> int:
+        return sum(ran[name]["outcome"] == "right" for name in names)
+
+    overflows = [x for x in stops if OVERFLOW.search(ran[x]["plain"]["said"])]
+    others += [x for x in stops if x not in overflows]
+    lines = [
+        f"Of {len(ran)} rows that run in fp32, {count_right([*ran])} are right. Plain fp16 overflows and "
+        f"stops in {len(overflows)} of them, of which {count_right(overflows)} are right here. It runs in "
+        f"{len(runs)}, without an overflow: {count_right(runs)} of those are right.",
         "",
-        ", ".join(left) + ".",
     ]
-    return "\n".join(lines) + "\n"
+    never = [name for name in runs if not ran[name]["overflow"]]
+    less = [name for name in runs if ran[name]["overflow"]]
+    groups = {
+        "No weights that fp16 holds make these overflow, with noise as their output in fp32": [
+            x for x in never if "ways" in ran[x]
+        ],
+        "These rows are from before weights were scaled in several ways, and are to be made again": [
+            x for x in never if "ways" not in ran[x]
+        ],
+        "The call of Diffusers' test overflows in these, and the call that `generate` makes doesn't": less,
+        "Plain fp16 stops for another reason in these": others,
+    }
+    return lines + [
+        y for x, names in groups.items() if names for y in (f"{x}: {', '.join(names)}.", "")
+    ]
 
 
-def list_classes() -> list[str]:
-    """Every pipeline class that Diffusers has, by name."""
+def _draw_classes(stored: dict[str, Any]) -> list[str]:
+    """Which class each row is, and why others have none."""
+    rows, classes = stored["rows"], stored["classes"]
+    made = {x.get("class", name.partition(" #")[0]) for name, x in rows.items()}
+    waiting = {name.partition(" #")[0].removesuffix("Wrapper") for name in stored["listed"]} - made
+    left = [x for x in classes if x not in made | waiting]
+    lines = [
+        "",
+        f"## Classes: {len({*classes} & made)} of {len(classes)} have a row",
+        "",
+        'A row is the class of its name, and represents no other. Rows with a number, as "#2", are of '
+        "the same class with other components.",
+        "",
+    ]
+    groups = {
+        "A test makes their components, and the row is not made yet": sorted({*classes} & waiting),
+        "Diffusers' tests of that version make no components of them": [
+            x for x in left if not classes[x].startswith("deprecated.")
+        ],
+        "Diffusers has deprecated them, and its tests make no components of them": [
+            x for x in left if classes[x].startswith("deprecated.")
+        ],
+        "They are modular pipelines, which no row tries": stored["others"]["modular"],
+        "They need packages that aren't installed here": stored["others"]["packages"],
+    }
+    for said, names in groups.items():
+        if names:
+            lines += [f"{said} ({len(names)}): {', '.join(names)}.", ""]
+    return lines[:-1]
+
+
+def list_classes() -> dict[str, str]:
+    """Every pipeline class that Diffusers has, by name, with its module."""
     import diffusers
 
     kinds = {name: getattr(diffusers, name, None) for name in dir(diffusers)}
     base = diffusers.DiffusionPipeline
-    return [
-        name
+    return {
+        name: kind.__module__.removeprefix("diffusers.pipelines.")
         for name, kind in kinds.items()
         if isinstance(kind, type) and issubclass(kind, base) and kind is not base
-    ]
+    }
+
+
+def list_other_classes() -> dict[str, list[str]]:
+    """What is called a pipeline, and is no class that `list_classes` has."""
+    import diffusers
+
+    kinds = {x: getattr(diffusers, x, None) for x in dir(diffusers) if x.endswith("Pipeline")}
+    modular = [x for x, kind in kinds.items() if "Modular" in x]
+    packages = [x for x, kind in kinds.items() if type(kind).__name__ == "DummyObject"]
+    return {"modular": modular, "packages": packages}
 
 
 def _draw_row(name: str, row: dict[str, Any]) -> str:
@@ -914,7 +1004,7 @@ def _draw_row(name: str, row: dict[str, Any]) -> str:
         error = row.get(way, {}).get("error")
         cells.append("" if error is None else f"{error:.3f}")
     plain = row.get("plain", {})
-    stops = "stops" if plain.get("code") == 1 else "refused"
+    stops = "stops" if plain.get("code") in (1, 70) else "refused"
     error = f"{plain.get('error') or 0.0:.3f}"
     cells.append("" if not plain else stops if plain["code"] else error)
     said = row.get("auto", {}).get("said") or row.get("said") or row.get("note", "")

@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -97,3 +98,93 @@ def test_the_table_of_every_pipeline_is_signed(monkeypatch: pytest.MonkeyPatch) 
     assert drawn == every_pipeline.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
     assert drawn.splitlines()[-1].startswith("Stored by `python benchmarks/every_pipeline.py")
     assert "tests, which are those of Diffusers 0." in drawn
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("auto", "fp32", "word"),
+    [
+        ({"code": 0, "error": 0.1}, {"code": 0}, "right"),
+        ({"code": 0, "error": 3.0}, {"code": 0}, "wrong"),
+        ({"code": 1}, {"code": 0}, "failed"),
+        ({"code": 2}, {"code": 2}, "refused"),
+        ({"code": 1}, {"code": 1}, "stops in fp32"),
+        ({"code": 1}, {"code": 70, "traceback": True}, "traceback"),
+        ({"code": 70, "traceback": True}, {"code": 0}, "traceback"),
+        ({"code": 0, "error": 0.1}, {"code": 1}, "no reference"),
+    ],
+)
+def test_what_stops_in_fp32_is_no_refusal(
+    monkeypatch: pytest.MonkeyPatch, auto: dict[str, Any], fp32: dict[str, Any], word: str
+) -> None:
+    """A row of every pipeline is judged by both runs: a traceback of either counts."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import every_pipeline
+
+    row = {"auto": auto, "fp32": fp32, "bf16": {"code": 0, "error": 1.0}}
+    assert every_pipeline.judge(row) == word
+    rows = {"a": row | {"outcome": "refused"}, "b": {"outcome": "x"}}
+    stored = every_pipeline.judge_again({"rows": rows})
+    assert stored["counts"] == {word: 1, "x": 1}
+
+
+@pytest.mark.thorough
+def test_rows_that_do_not_overflow_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that overflow in plain fp16 are counted among those that run in fp32; the others are named."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import every_pipeline
+
+    def make(overflow: str, fp32: int, plain: int, said: str = "") -> dict[str, Any]:
+        runs = {"fp32": {"code": fp32}, "plain": {"code": plain, "said": said}}
+        return {"overflow": overflow, "outcome": "right", **runs}
+
+    said = every_pipeline._draw_summary(
+        {
+            "A": make("residual", 0, 1, "`unet` gave 64 NaN in 64 values"),
+            "B": make("", 0, 0) | {"ways": 9},
+            "C": make("residual", 0, 0),
+            "F": make("", 0, 0),
+            "D": make("residual", 1, 1, "Overflow in the UNet"),
+            "E": make("residual", 0, 1, "expected scalar type Half but found Float"),
+        }
+    )
+    assert said[0] == (
+        "Of 5 rows that run in fp32, 5 are right. Plain fp16 overflows and stops in 1 of them, of which 1 "
+        "are right here. It runs in 3, without an overflow: 3 of those are right."
+    )
+    assert [x.rpartition(": ")[2] for x in said[2::2]] == ["B.", "F.", "C.", "E."]
+    assert said[2].startswith("No weights that fp16 holds")
+    assert said[4].startswith("These rows are from before")
+
+
+@pytest.mark.thorough
+def test_a_tiny_model_overflows_by_two_ways_or_a_smaller_last_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One way brings values near to fp16's maximum, two above it; noise stays where nothing normalises."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import every_pipeline
+    import torch
+
+    class Normed(torch.nn.Module):
+        def __init__(self, *, is_normed: bool) -> None:
+            super().__init__()
+            self.to_v, self.out_proj = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+            self.norm = torch.nn.LayerNorm(4) if is_normed else torch.nn.Identity()
+            self.proj_out = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.proj_out(self.norm(self.out_proj(self.to_v(x))))
+
+    torch.manual_seed(0)
+    call = ((torch.randn(2, 4) * 0.3,), {})
+    module = Normed(is_normed=True).requires_grad_(requires_grad=False)
+    assert every_pipeline.overflow_by(module, call, step=2)[0] == "attention values and residual"
+    assert not every_pipeline.is_finite_in_fp16(module, *call)
+    assert every_pipeline.is_noise_in_fp32(module, *call)
+    module = Normed(is_normed=False).requires_grad_(requires_grad=False)
+    assert every_pipeline.overflow_by(module, call, step=2) is None
+    module.proj_out.weight.mul_(0.125)
+    every_pipeline.scale_weights(module, every_pipeline.LAST, -every_pipeline.SMALLER_BITS)
+    assert every_pipeline.overflow_by(module, call, step=1) is not None
+    assert every_pipeline.is_noise_in_fp32(module, *call)

@@ -368,5 +368,5 @@ def test_an_error_of_a_models_own_code_is_one_message(
     found = "StableDiffusionPipeline stopped: UnboundLocalError: cannot access local variable"
     assert found in err
     assert "It was raised in diffusers/pipelines/stable_diffusion/" in err
-    assert "another precision leads to the same error" in err
+    assert "It ran in fp32, so the cause is in the model or the request." in err
     assert not (here / "stopdown.png").exists()
