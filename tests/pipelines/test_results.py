@@ -352,6 +352,23 @@ def test_a_refusal_that_names_no_option_advises_none(
         assert ("Change --height" in err) == ("height" in said)
 
 
+def test_an_error_that_a_module_raises_is_no_refusal(
+    run: Run, save_tiny: Callable[..., Path], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose parts don't fit together can't be mended by another `--image`."""
+
+    def stop(module: Any, *args: Any, **kwargs: Any) -> None:
+        raise ValueError("image features and image tokens do not match")
+
+    model = save_tiny("sd", "fp32")
+    monkeypatch.setattr(diffusers.UNet2DConditionModel, "forward", stop)
+    code, _, err = run("generate", model, "a", *SMALL)
+    assert code == 1
+    assert "StableDiffusionPipeline stopped: ValueError: image features" in err
+    assert "Change --image" not in err
+    assert "refused" not in err
+
+
 def test_an_error_of_a_models_own_code_is_one_message(
     run: Run, save_tiny: Callable[..., Path], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
