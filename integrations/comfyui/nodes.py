@@ -16,7 +16,7 @@ _FAULTS = ["repair", "raise", "warn"]
 
 def _list_models() -> list[Any]:
     return [
-        io.Model.Input("model", optional=True, tooltip="The model that a sampler runs."),
+        io.Model.Input("model", optional=True, tooltip="The model for the sampler."),
         io.Clip.Input("clip", optional=True, tooltip="The text encoders."),
         io.Vae.Input("vae", optional=True, tooltip="The autoencoder."),
     ]
@@ -36,8 +36,8 @@ def _choose_fault() -> Any:
         "on_fault",
         options=_FAULTS,
         default="repair",
-        tooltip="repair: bring the layer into range and run the same step again. "
-        "raise: stop the run and name the layer. warn: name it in the log and go on.",
+        tooltip="repair: bring the layer into range and rerun the same step. raise: stop the "
+        "run and report the layer. warn: report it in the log and continue.",
     )
 
 
@@ -68,8 +68,9 @@ class RunInFp16(io.ComfyNode):
             node_id="StopdownRunInFp16",
             display_name="Run in fp16",
             category=CATEGORY,
-            description="Computes in fp16, also where ComfyUI would take bf16 or fp32. Powers of two, "
-            "found from the weights, keep values in range: the picture is that of fp32, not black.",
+            description="Runs in fp16, even where ComfyUI would use bf16 or fp32. Powers of two, "
+            "computed from the weights, keep activations in range, so the picture matches"
+            " fp32 instead of being black.",
             inputs=_list_models(),
             outputs=_list_outputs(),
         )
@@ -90,8 +91,8 @@ class Guard(io.ComfyNode):
             node_id="StopdownGuard",
             display_name="Guard against black pictures",
             category=CATEGORY,
-            description="Looks at what each step gives. NaN, Inf and clamped values are traced to "
-            "the component, layer and step where they begin, and repaired in the run.",
+            description="Checks the output of each step. NaN, Inf and clamped values are traced to "
+            "the component, layer and step where they begin, and repaired during the run.",
             inputs=[*_list_models(), _choose_fault()],
             outputs=_list_outputs(),
         )
@@ -114,9 +115,9 @@ class CheckSums(io.ComfyNode):
             node_id="StopdownCheckSums",
             display_name="Check fp16 accumulation",
             category=CATEGORY,
-            description="Says whether the sums in a model's products fit into fp16 accumulators, as "
-            "--fast fp16_accumulation and some attention kernels use them. "
-            "The model runs in fp32 for it, once before its first run.",
+            description="Tells you whether the sums in a model's matrix products fit into fp16 "
+            "accumulators, which --fast fp16_accumulation and some attention kernels use."
+            " For this, the model runs once in fp32 before its first run.",
             inputs=_list_models(),
             outputs=_list_outputs(),
         )
@@ -137,10 +138,12 @@ class ShowReport(io.ComfyNode):
             node_id="StopdownReport",
             display_name="Guard report",
             category=CATEGORY,
-            description="What the guard saw and did in the run that made these images.",
+            description="What the guard found and repaired in the run that made these images.",
             inputs=[
-                io.Image.Input("images", tooltip="The result: the report waits for it."),
-                Report.Input("report", tooltip="Of Run in fp16, or of Guard."),
+                io.Image.Input(
+                    "images", tooltip="The resulting images, so that the report runs after them."
+                ),
+                Report.Input("report", tooltip="The report of Run in fp16 or Guard."),
             ],
             outputs=[
                 io.Image.Output("images_out", display_name="images"),
@@ -171,8 +174,8 @@ class Doctor(io.ComfyNode):
             node_id="StopdownDoctor",
             display_name="Doctor",
             category=CATEGORY,
-            description="Which formats this machine computes natively, and what is wrong with its "
-            "setup.",
+            description="Shows which formats this machine supports natively, and any problems with "
+            "its setup.",
             inputs=[],
             outputs=[io.String.Output("text")],
             is_output_node=True,
@@ -198,8 +201,7 @@ class Explain(io.ComfyNode):
             node_id="StopdownExplain",
             display_name="Explain",
             category=CATEGORY,
-            description="Finds the cause of an error message, a log or a faulty picture, and what "
-            "helps.",
+            description="Finds the cause of an error message, a log or a bad picture, and the fix.",
             inputs=[
                 io.String.Input(
                     "message", multiline=True, default="", tooltip="An error message, or a log."
@@ -230,17 +232,20 @@ class SaveFp16Checkpoint(io.ComfyNode):
             display_name="Save fp16 checkpoint",
             category=CATEGORY,
             description="Writes the model with its exponents folded into the weights, LoRA included. "
-            "The file has the same names and shapes, and other programs read it.",
+            "The file has the same names and shapes, so other programs can read it.",
             inputs=[
-                io.Model.Input("model", tooltip="The model that was sampled."),
+                io.Model.Input("model", tooltip="The model that the sampler ran."),
                 Report.Input(
-                    "report", tooltip="Of Run in fp16, after the run that made the images."
+                    "report",
+                    tooltip="The report of Run in fp16, from the run that made the images.",
                 ),
-                io.Image.Input("images", tooltip="The result: saving waits for it."),
+                io.Image.Input(
+                    "images", tooltip="The resulting images, so that saving happens after them."
+                ),
                 io.String.Input(
                     "filename_prefix",
                     default="diffusion_models/stopdown_fp16",
-                    tooltip="Below ComfyUI's output folder.",
+                    tooltip="Relative to ComfyUI's output folder.",
                 ),
             ],
             outputs=[io.String.Output("text")],

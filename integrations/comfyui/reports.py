@@ -31,16 +31,14 @@ def write_report(runs: Sequence[tuple[str, Any]]) -> str:
             lines.append(
                 f"{name}: {call.component} in {precision}: {call.calls} calls, {faults} faulty."
             )
-        lines += [
-            f"{name}: {place}, found in an earlier run, was put on." for place in record.reused
-        ]
+        lines += [f"{name}: {place} was applied from an earlier run." for place in record.reused]
         for repair in record.repairs:
             lines += ["", f"{repair.module_path}: {repair.kind}, {repair.action}.", repair.evidence]
             lines += [repair.reason, *(f"Tried: {tried}" for tried in repair.tried)]
         lines += [f"{name}: {x.module_path}: {x.evidence} {x.remedy}" for x in record.findings]
         lines += [f"Not watched: {text}" for text in record.unwatched]
     if not runs:
-        lines = ["Nothing was run since the last report."]
+        lines = ["Nothing has run since the last report."]
     return "\n".join(lines)
 
 
@@ -68,7 +66,7 @@ def write_causes(message: str, images: Any) -> str:
                 _open_picture(image).save(path)
                 found.append(stopdown.explain(path))
     if not found:
-        return "Give it a message, a log or images."
+        return "Connect a message, a log or images."
     return "\n\n".join(_print(lambda console, x=x: print_diagnosis(x, console)) for x in found)
 
 

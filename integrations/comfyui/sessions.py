@@ -109,7 +109,9 @@ class Session:
         import stopdown
 
         if self.options.sums and name not in self.sums:
-            log.info("Stopdown runs the %s in fp32 and looks at the sums in its products.", name)
+            log.info(
+                "Stopdown runs the %s in fp32 and measures the sums in its matrix products.", name
+            )
             found = stopdown.check(program, precision="fp16", sums=True, run=run)
             self.sums[name] = tuple(x for x in found if x.kind in SUMS)
 
@@ -126,7 +128,7 @@ class Session:
         import stopdown
 
         if self.options.fp16 and name not in self.plans:
-            log.info("Stopdown looks up, or finds, exponents for the weights of the %s.", name)
+            log.info("Stopdown loads or computes exponents for the weights of the %s.", name)
             self.plans[name] = stopdown.make_plan(program, run=run)
         return self.plans.get(name)
 

@@ -90,7 +90,7 @@ def test_a_comparison_that_does_not_fit_together_is_refused(
     record.write_text(
         to_json(dataclasses.replace(made, variants=tuple(variants), rows=tuple(rows)))
     )
-    with pytest.raises(InputError, match=rf"does not fit together: {said}"):
+    with pytest.raises(InputError, match=rf"is inconsistent: {said}"):
         report(record, None)
 
 

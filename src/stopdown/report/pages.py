@@ -50,13 +50,13 @@ def read_any(path: Path) -> Comparison | RunRecord:
         raise InputError(
             f"The file {path} is not a record of Stopdown: {error}.",
             expected="generate and compare write a JSON record next to their output.",
-            remedy="Name it: of video.mp4 it is video.mp4.json, of report.html it is report.html.json.",
+            remedy="Give the record: for video.mp4 it is video.mp4.json, for report.html report.html.json.",
         ) from error
     kind = raw.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise InputError(
             f"The file {path} holds a record of the kind {ascii(kind)[:60]}, which has no report.",
-            expected=f"There is a report of: {', '.join(_KINDS)}.",
+            expected=f"Kinds with a report are {', '.join(_KINDS)}.",
             remedy="Give the .json file next to an output of generate or compare.",
         )
     if kind == "run":
@@ -64,9 +64,9 @@ def read_any(path: Path) -> Comparison | RunRecord:
     found = convert_record(raw, Comparison)
     if problem := find_problem(found):
         raise InputError(
-            f"The comparison {path} does not fit together: {problem}.",
-            expected="Its parts belong to each other as compare writes them.",
-            remedy="It may be edited; make it again: stopdown compare SOURCE -o report.html",
+            f"The comparison {path} is inconsistent: {problem}.",
+            expected="Its parts must match, as compare writes them.",
+            remedy="It may have been edited. Make it again: stopdown compare SOURCE -o report.html",
         )
     return found
 
