@@ -298,7 +298,9 @@ def _explain(
             f"{format_bytes(prediction.needed_bytes + prediction.stored_bytes)}."
         )
     said = dict.fromkeys(one.speed.reason for one in tried if one.speed is not None)
-    return (*reasons, *(f"Times are estimated from {reason}" for reason in said))
+    if said:
+        reasons.append(f"Times are estimated from {'; '.join(x.rstrip('.') for x in said)}.")
+    return tuple(reasons)
 
 
 def _explain_choice(
