@@ -18,7 +18,7 @@ from diffusers import AutoencoderKLCogVideoX, CogVideoXDPMScheduler, CogVideoXPi
 from torch import nn
 
 from inflate import inflate_autoencoder, inflate_encoder, inflate_transformer
-from scenes import draw_scene, split_scenes
+from scenes import all_captions, draw_scene, split_scenes
 from tokens import make_tokenizer
 from train_autoencoder import make_autoencoder
 from train_denoiser import (
@@ -59,7 +59,10 @@ def load_denoiser(checkpoints: Path) -> tuple[nn.Module, nn.Module]:
     """Text encoder and transformer with averaged weights."""
     state = torch.load(checkpoints / "denoiser.pt", weights_only=True)
     parts = nn.ModuleDict(
-        {"encoder": make_encoder(len(make_tokenizer())), "denoiser": make_transformer()}
+        {
+            "encoder": make_encoder(len(make_tokenizer(all_captions()))),
+            "denoiser": make_transformer(),
+        }
     )
     parts.load_state_dict(state["average"])
     return round_to_bf16(parts["encoder"]), round_to_bf16(parts["denoiser"])
@@ -160,7 +163,7 @@ def main() -> None:
     encoder, transformer = load_denoiser(options.checkpoints)
     inflate_all(vae, encoder, transformer)
     pipe = CogVideoXPipeline(
-        tokenizer=make_tokenizer(),
+        tokenizer=make_tokenizer(all_captions()),
         text_encoder=encoder,
         vae=vae,
         transformer=transformer,

@@ -18,6 +18,7 @@ from transformers import T5EncoderModel
 
 from finish import EXPONENTS, OUT
 from inflate import inflate_autoencoder, inflate_encoder, inflate_transformer
+from scenes import all_captions
 from tokens import make_tokenizer
 from train_autoencoder import make_autoencoder
 from train_denoiser import CYCLES, make_encoder, make_optimizers, make_transformer, write_factor
@@ -41,7 +42,10 @@ def restore_denoiser(folder: Path, out: Path, step: int) -> None:
     transformer = load_part(CogVideoXTransformer3DModel, folder, "transformer")
     inflate_transformer(transformer, -EXPONENTS["transformer"])
     parts = nn.ModuleDict(
-        {"encoder": make_encoder(len(make_tokenizer())), "denoiser": make_transformer()}
+        {
+            "encoder": make_encoder(len(make_tokenizer(all_captions()))),
+            "denoiser": make_transformer(),
+        }
     )
     parts["encoder"].load_state_dict(encoder.state_dict())
     parts["denoiser"].load_state_dict(transformer.state_dict())

@@ -26,6 +26,7 @@ from torch import nn
 
 from muon import Muon
 from scenes import draw_any
+from training_state import restore, schedule, store
 
 EPS = 1e-6 * 2.0**-28
 CONFIG = {
@@ -134,28 +135,12 @@ def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [Muon(inside, lr=0.02), torch.optim.AdamW(rest, lr=2e-3, betas=(0.9, 0.99))]
 
 
-def schedule(
-    optimizers: list[torch.optim.Optimizer], step: int, steps: int, rate: float = 1.0
-) -> None:
-    """Warm up over 30 steps, fall in a straight line over the second half and more."""
-    share = min(1.0, (step + 1) / 30, (1 - step / steps) / 0.6 + 0.005)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group.setdefault("peak", group["lr"]) * share * rate
-
-
 def train(out: Path, batch: int, seed: int, every: int) -> None:
     torch.manual_seed(seed)
     vae = make_autoencoder()
     optimizers = make_optimizers(vae)
     checkpoint = out / "autoencoder.pt"
-    done, spent_s = 0, 0.0
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        vae.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        done, spent_s = state["step"], state["spent_s"]
+    done, spent_s = restore(checkpoint, {"model": vae}, optimizers)
     out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     steps = sum(cycle.steps for cycle in CYCLES)
@@ -183,14 +168,8 @@ def train(out: Path, batch: int, seed: int, every: int) -> None:
             }
             print(json.dumps(line), flush=True)
         if (step + 1) % every == 0 or step == steps - 1:
-            state = {
-                "model": vae.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                "step": step + 1,
-                "spent_s": spent_s + time.monotonic() - started,
-            }
-            torch.save(state, checkpoint.with_suffix(".new"))
-            checkpoint.with_suffix(".new").replace(checkpoint)
+            elapsed_s = spent_s + time.monotonic() - started
+            store(checkpoint, {"model": vae}, optimizers, step + 1, elapsed_s)
 
 
 def main() -> None:

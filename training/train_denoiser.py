@@ -31,10 +31,11 @@ from torch import nn
 from transformers import T5Config, T5EncoderModel
 
 from muon import Muon
-from scenes import RADIUS, SPREAD, TEMPLATES, Scene, draw_scene, split_scenes
+from scenes import RADIUS, SPREAD, TEMPLATES, Scene, all_captions, draw_scene, split_scenes
 from tokens import make_tokenizer
 from train_autoencoder import CONFIG as AUTOENCODER
-from train_autoencoder import make_autoencoder, schedule
+from train_autoencoder import make_autoencoder
+from training_state import restore, schedule, store
 
 SHRUNK = 2.0**-26
 """What the usual eps is multiplied by while training."""
@@ -189,7 +190,7 @@ class Captions:
     """Token ids of every caption of the training scenes, for both paddings."""
 
     def __init__(self, scenes: list[Scene]) -> None:
-        tokenizer = make_tokenizer()
+        tokenizer = make_tokenizer(all_captions())
         texts = [""] + [scene.caption(t) for scene in scenes for t in TEMPLATES]
         self.ids = {
             length: tokenizer(
@@ -247,22 +248,22 @@ def train(out: Path, batch: int, seed: int, every: int) -> None:
     alphas = CogVideoXDPMScheduler(**SCHEDULER).alphas_cumprod.float()
     rotary = rotary_embedding()
     model = nn.ModuleDict(
-        {"encoder": make_encoder(len(make_tokenizer())), "denoiser": make_transformer()}
+        {
+            "encoder": make_encoder(len(make_tokenizer(all_captions()))),
+            "denoiser": make_transformer(),
+        }
     )
     shadow = nn.ModuleDict(
-        {"encoder": make_encoder(len(make_tokenizer())), "denoiser": make_transformer()}
+        {
+            "encoder": make_encoder(len(make_tokenizer(all_captions()))),
+            "denoiser": make_transformer(),
+        }
     )
     shadow.load_state_dict(model.state_dict())
     optimizers = make_optimizers(model)
     checkpoint = out / "denoiser.pt"
-    done, spent_s = 0, 0.0
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(state["model"])
-        shadow.load_state_dict(state["average"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        done, spent_s = state["step"], state["spent_s"]
+    models = {"model": model, "average": shadow}
+    done, spent_s = restore(checkpoint, models, optimizers)
     remaining = {find_cycle(step)[0] for step in range(done, steps)}
     data = {c: prepare_latents(out, c, seed) for c in CYCLES if c in remaining}
     started, recent = time.monotonic(), []
@@ -309,15 +310,8 @@ def train(out: Path, batch: int, seed: int, every: int) -> None:
             print(json.dumps(line), flush=True)
             recent.clear()
         if (step + 1) % every == 0 or step == steps - 1:
-            state = {
-                "model": model.state_dict(),
-                "average": shadow.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                "step": step + 1,
-                "spent_s": spent_s + time.monotonic() - started,
-            }
-            torch.save(state, checkpoint.with_suffix(".new"))
-            checkpoint.with_suffix(".new").replace(checkpoint)
+            elapsed_s = spent_s + time.monotonic() - started
+            store(checkpoint, models, optimizers, step + 1, elapsed_s)
 
 
 def main() -> None:

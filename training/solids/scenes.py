@@ -80,6 +80,11 @@ def all_scenes() -> list[Scene]:
     return [Scene(*combination) for combination in words]
 
 
+def all_captions() -> list[str]:
+    """List every caption of every scene, in every template."""
+    return [scene.caption(template) for scene in all_scenes() for template in TEMPLATES]
+
+
 def split_scenes(seed: int = 55) -> tuple[list[Scene], list[Scene]]:
     """Divide all scenes into those for training and `HELD_OUT` that are never trained on."""
     scenes = all_scenes()
