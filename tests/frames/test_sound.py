@@ -234,3 +234,22 @@ def test_a_file_is_explained(name: str, tmp_path: Path) -> None:
     healthy = explain_file(tmp_path / "b.flac")
     assert healthy.title == "No fault found in b.flac."
     assert "not silent, clipped or noise" in healthy.why
+
+
+def test_the_track_of_a_video_is_explained(tmp_path: Path) -> None:
+    """Of a healthy video with a silent track the track is named; of a black one, the frames first."""
+    ramp = np.linspace(20, 230, 32)
+    frame = np.stack([np.add.outer(ramp, ramp) / 2] * 3, axis=-1)
+    frames = np.stack([np.roll(frame, 4 * i, axis=1) for i in range(8)]).astype(np.uint8)
+    silence = Sound(np.zeros((2, RATE), np.float32), RATE)
+    write_media(tmp_path / "mute.mp4", frames, 8, sound=silence)
+    found = explain_file(tmp_path / "mute.mp4")
+    assert (found.cause, found.title) == ("silent-sound", "mute.mp4: the sound is silent.")
+    assert "text_encoder=fp32" in found.remedy[0]
+    write_media(tmp_path / "black.mp4", np.zeros_like(frames), 8, sound=silence)
+    both = explain_file(tmp_path / "black.mp4")
+    assert both.cause == "black-frames"
+    assert [clue.meaning for clue in both.evidence] == ["black frames", "silent sound"]
+    for name, track in (("heard.mp4", draw_chord()), ("trackless.mp4", None)):
+        write_media(tmp_path / name, frames, 8, sound=track)
+        assert explain_file(tmp_path / name).fault == "none"

@@ -116,8 +116,8 @@ def explain_file(path: Path) -> Diagnosis:
 
 
 def _explain_clip(path: Path, frames: Iterator[Any]) -> Diagnosis:
-    """Explain the faults in the frames of a clip, up to a limit of frames and bytes."""
-    from stopdown.frames import frame_faults, media
+    """Explain the faults in the frames of a clip, up to a limit of frames and bytes, and in its track."""
+    from stopdown.frames import frame_faults, media, sound_faults
 
     count, was_cut = 0, False
 
@@ -130,7 +130,10 @@ def _explain_clip(path: Path, frames: Iterator[Any]) -> Diagnosis:
             count += 1
             yield frame
 
-    found = explain_faults(path, frame_faults.find_frame_faults(take()))
+    seen: list[FrameFault | SoundFault] = [*frame_faults.find_frame_faults(take())]
+    if path.suffix.lower() in VIDEOS:
+        seen += sound_faults.find_track_faults(path)
+    found = explain_faults(path, seen)
     said = f" Only its first {count} frames were looked at." if was_cut else ""
     return _name_run(dataclasses.replace(found, why=found.why + said), path)
 
@@ -264,7 +267,7 @@ def _refuse_log(path: Path, cause: str) -> InputError:
 
 
 def explain_faults(path: Path, faults: Iterable[FrameFault | SoundFault]) -> Diagnosis:
-    """Make the diagnosis of a finished picture, video or sound from its faults."""
+    """Make the diagnosis of a finished picture, video or sound from its faults; the first is its title."""
     found = list(faults)
     noun = "sound" if path.suffix.lower() in SOUNDS else "frames"
     kinds = "silent, clipped or noise" if noun == "sound" else "black, grey, flat, frozen or noise"
@@ -284,10 +287,10 @@ def explain_faults(path: Path, faults: Iterable[FrameFault | SoundFault]) -> Dia
     return Diagnosis(
         fault=meant.fault,
         meaning=known.faults.get(meant.fault, meant.says),
-        cause=f"{first.kind}-{noun}",
+        cause=f"{first.kind}-{first.noun}",
         title=f"{make_printable(path.name)}: {meant.says}.",
         why=meant.why,
-        evidence=tuple(Clue(0, entry.evidence, f"{entry.kind} {noun}") for entry in found),
+        evidence=tuple(Clue(0, entry.evidence, f"{entry.kind} {entry.noun}") for entry in found),
         remedy=tuple(entry.remedy for entry in found) + tuple(c.remedy[0] for c in related[:1]),
         run_next=related[0].next if related else ("stopdown generate SOURCE PROMPT --seed 1",),
         reports=tuple(report for cause in related for report in cause.reports)[:8],

@@ -37,6 +37,10 @@ class FrameFault:
     evidence: str
 
     @property
+    def noun(self) -> str:
+        return "frames"
+
+    @property
     def meaning(self) -> FaultMeaning:
         return read_frame_meanings()[self.kind]
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from stopdown.errors import InputError
 from stopdown.files.toml_files import read_rules
 from stopdown.frames.frame_faults import FaultMeaning
-from stopdown.frames.sound import Sound
+from stopdown.frames.sound import Sound, read_sound
 from stopdown.records import Finding
 
 
@@ -30,6 +32,10 @@ class SoundFault:
 
     kind: str
     evidence: str
+
+    @property
+    def noun(self) -> str:
+        return "sound"
 
     @property
     def meaning(self) -> FaultMeaning:
@@ -75,6 +81,14 @@ def find_sound_faults(sound: Sound) -> list[SoundFault]:
     A prompt that asks for silence, distortion or radio static is reported although the result is right.
     """
     return [fault for detect in _DETECTORS.values() if (fault := detect(sound)) is not None]
+
+
+def find_track_faults(path: Path) -> list[SoundFault]:
+    """Find all audible faults in the sound track of a video; return an empty list if it has no track."""
+    try:
+        return find_sound_faults(read_sound(path))
+    except InputError:
+        return []
 
 
 def find_sound_findings(sound: Sound, name: str) -> tuple[Finding, ...]:
