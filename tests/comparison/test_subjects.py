@@ -193,4 +193,4 @@ def test_bad_input_is_refused() -> None:
     made = compare(program.given, program.run, "fp32,model=bf16")
     assert made.rows[0].cells[1].error.startswith("What is in memory cannot be compared in")
     made = compare(program.given, lambda: None, "fp32,bf16")
-    assert "gave a NoneType without values" in made.rows[0].cells[0].error
+    assert "returned a NoneType without values" in made.rows[0].cells[0].error
