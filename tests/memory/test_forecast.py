@@ -219,7 +219,8 @@ def test_a_busy_machine_gives_no_figure(monkeypatch: pytest.MonkeyPatch) -> None
     found = measure_speed(choose_device("cpu"), {"fp32"})
     assert found.flops_per_s == ROUGH_FLOPS_PER_S
     assert found.reason == (
-        "a typical rate, because this machine is too busy to be timed, so only compare them with each other."
+        "a typical rate, because this machine is too busy to be timed, "
+        "so only compare them with each other."
     )
 
 

@@ -1,4 +1,4 @@
-"""Registration of all commands with Typer.
+"""All commands of `stopdown`, in the order of its help, registered with Typer.
 
 Each command is one module `*_command`. It defines a dataclass of options, which `registration` translates
 for Typer, and `main`, which does the work and returns the exit code.

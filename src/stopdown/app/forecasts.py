@@ -1,6 +1,7 @@
-"""Forecasts of whether and how a run fits into memory, from configurations and the headers of weights.
+"""Forecasts on the command line: whether and how a run fits into memory, before weights are downloaded.
 
-`stopdown fit` makes them for any device, and `generate` for its own, before weights are downloaded.
+`stopdown fit` makes them for any device, and `generate` for its own, from configurations and the headers
+of weights.
 """
 
 from __future__ import annotations

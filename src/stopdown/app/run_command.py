@@ -1,4 +1,4 @@
-"""Implementation of `stopdown run`: run a script unchanged with its models guarded.
+"""Command `stopdown run SCRIPT`: its options, messages and exit code; `runtime.scripts` guards the models.
 
 The script has its own `sys.argv`, standard output and exit code. Stopdown's messages go to standard error.
 """

@@ -1,4 +1,4 @@
-"""Observation of the dtypes in a dry run: every operation is compared with the rules of a backend.
+"""Inspection of a pipeline: a dry run whose operations are all compared with the dtype rules of a backend.
 
 The pipeline's own code around the components is observed as well, on its real tensors.
 

@@ -1,5 +1,4 @@
-"""Predict which matrix products would overflow if a kernel summed them in fp16, and set PyTorch's
-switch for that.
+"""Accumulation in fp16 by matrix products: PyTorch's switch for it, and which products it would overflow.
 
 An element of a matrix product is a sum of many products. Most hardware accumulates fp16 products in fp32
 and rounds once. Some kernels accumulate in fp16: tensor cores with fp16 accumulators (PyTorch's

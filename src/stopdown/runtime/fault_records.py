@@ -1,5 +1,4 @@
-"""Decide what an error or a log entry says about a fault: the culprit, what its plan rests on, and the
-repair.
+"""Records of a fault for errors and the guard's log: the culprit, what its plan rests on, and the repair.
 
 A search for a repair is one `FaultCase`. `FaultRecords` writes it as the error that ends a run, or as a
 `Repair` in the guard's log; both have the same sentences.

@@ -1,4 +1,4 @@
-"""`make_plan`: make a checkpoint's plan, certified from its weights; `fp16`: apply one and guard it."""
+"""Plans by the Python interface: `make_plan` certifies a checkpoint, `fp16` also applies and guards."""
 
 from __future__ import annotations
 

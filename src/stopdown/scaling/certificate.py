@@ -191,7 +191,7 @@ def state_bounds(measured: Ranges, bounds: Ranges) -> dict[str, tuple[Range, ...
         measured, bounds: map node names to a range for each block.
     """
     return {
-        name: tuple(map(_state, parts, bounds[name]))
+        name: tuple(map(_add_bound, parts, bounds[name]))
         if len(bounds.get(name, ())) == len(parts)
         else tuple(replace(x, unbounded=True) for x in parts)
         for name, parts in measured.items()
@@ -225,14 +225,12 @@ def _choose(seen: Range, bound: Range, loosest_bits: float) -> Range:
     if seen.amax > bound.amax:
         return _widen(seen)
     if log2_of(bound.amax) - log2_of(seen.amax) > loosest_bits:
-        return _state(_widen(seen), bound)
+        return _add_bound(_widen(seen), bound)
     return replace(seen, amax=bound.amax, certain=True, least_stored=bound.least_stored)
 
 
-def _state(seen: Range, bound: Range) -> Range:
-    """Return a measured range with the proven bound of the same tensor noted; unchanged if the bound is
-    smaller.
-    """
+def _add_bound(seen: Range, bound: Range) -> Range:
+    """Add the proven bound of a tensor to its measured range; leave out a bound that the range exceeds."""
     if seen.amax > bound.amax:
         return seen
     return replace(seen, bound=bound.amax, least_stored=bound.least_stored)

@@ -1,4 +1,4 @@
-"""Checks of a model's JSON files, before Diffusers or Transformers reads them.
+"""Checks of a model's descriptions (`config.json` and other JSON), before a library reads them.
 
 A configuration chooses classes, sizes and counts. A wrong one can therefore execute code, or take hours or
 all memory. Nested configurations are checked as well.

@@ -1,4 +1,4 @@
-"""Checks of a source before anything is loaded: configurations, tokenizers, and headers of weights."""
+"""Checks of a whole source before anything is loaded: components, tokenizers, headers of weights."""
 
 from __future__ import annotations
 

@@ -127,11 +127,12 @@ class KnownValues:
             return bound_interval(held, shape_of(value))
         if value.name in self.capture.parameters:
             return self._bound_parameter(value)
-        return None if is_float(value) else self._bound_whole(value)
+        return None if is_float(value) else self._bound_integers(value)
 
-    def _bound_whole(self, node: Node) -> Bound | None:
-        """Bound a result of integers or booleans, such as a mask or a view of one; None if nothing is
-        known.
+    def _bound_integers(self, node: Node) -> Bound | None:
+        """Bound whole numbers and booleans: a mask, an index with a known limit, or a view of one.
+
+        Return None if nothing is known.
         """
         tensor = node.meta.get("val")
         if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool:

@@ -76,7 +76,10 @@ class AffineRow:
 
     @functools.cached_property
     def basis(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Factors `coefficients [T, k] @ rows [k, d]` of the table, and a bound `[d]` of the residual."""
+        """Factors of `table`, `coefficients [T, k] @ rows [k, d]`, and a bound `[d]` on their error.
+
+        A product with `k` rows is cheaper than one with all `T` timesteps.
+        """
         if len(self.table) <= BASIS:
             ones = torch.eye(len(self.table), dtype=torch.float64)
             return ones, self.table.double(), torch.zeros_like(self.rest)

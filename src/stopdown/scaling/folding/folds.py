@@ -636,7 +636,8 @@ def _narrow_outputs(
 ) -> Any:
     """Cast a module's fp32 outputs to `dtype`, except those whose indices are in `wide` (a forward hook).
 
-    In a call by `call_unmeasured`, only remember the cast.
+    In a call by `call_unmeasured` (of a kind that no exponents were found for), the output stays in fp32
+    and the cast is remembered: the caller applies it once the output's powers of two are divided out.
     """
     if not is_traced() and _UNMEASURED.module is module:
         _UNMEASURED.dtype, _UNMEASURED.wide = dtype, wide

@@ -91,7 +91,9 @@ class _CallSearch:
     unsolved: ScalingError | None = None
 
     def list_strategies(self, residual: str) -> Iterator[Candidate[Scaling]]:
-        """Yield the strategies to try in order, without those that earlier failures make hopeless.
+        """Yield ways to find a scaling, in the order to try: with an fp32 stream, native, by hooks.
+
+        A way that an earlier failure makes hopeless is left out.
 
         Args:
             residual: dtype of the residual stream, `native` or `fp32`.

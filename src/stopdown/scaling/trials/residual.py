@@ -112,8 +112,8 @@ def open_fp32_modules(
     """Choose casts that move the matrix products inside fp32 modules back to 16 bits; all else there
     stays fp32.
 
-    The outputs of the linears and convolutions inside them are cast to fp32, and multiplied there if
-    needed. A sum with a table that nothing scales is fp32 then, and the products beside it are not.
+    The linears and convolutions inside them compute in 16 bits; their outputs are cast to fp32, where a
+    multiply undoes a layer's scaling. So a sum with a table of positions stays in fp32 at little cost.
     Return None if no fp32 module contains such layers.
 
     Args:

@@ -161,10 +161,9 @@ def choose_multiplies(module: torch.nn.Module, wider: Problem, bits: float) -> P
 def _solve_with_fp32(problem: Problem, bits: float, *, whole: bool) -> Solution | None:
     """Solve for scale exponents with modules allowed to stay in fp32.
 
-    If the whole module is cheapest there, but not allowed (`whole`), return that solution at once, to
-    be refused.
-
     Args:
+        whole: whether the whole module may stay in fp32. If not, and a cheap test shows that nothing else
+            holds, the solution returned is that one, without a search; `_describe` refuses it.
         bits: headroom in bits that every 16-bit value must keep.
     """
     if not whole and needs_whole(problem, hard_top_bits=ASKED_BITS):

@@ -190,7 +190,9 @@ class KnownCalls:
         """Record, without tensor values, how a call uses the weights that are scaled; None if its code
         needs values.
 
-        The first time for a signature, calls of its examined sizes are recorded too, to compare with.
+        Return hashes of how the code reads them (`read_call`). On the first call of a signature, calls of
+        the sizes that the plan examined are recorded too. A later call with other hashes takes another
+        branch.
         """
         skeleton = self._skeleton
         if skeleton is None or not kind.is_read or self.settings.is_other_code:
