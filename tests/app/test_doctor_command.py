@@ -22,7 +22,7 @@ def test_a_profile_is_written_for_one_device() -> None:
         doctor_command.write_profile(None)
     assert str(caught.value) == (
         "A profile is written for one device, and none was named. "
-        "Write stopdown doctor --device v100 --toml, or --device cuda for the one here."
+        "Use stopdown doctor --device v100 --toml, or --device cuda for this machine's card."
     )
 
 

@@ -36,5 +36,5 @@ def test_limits_name_the_strategy_and_each_step_down() -> None:
     limited = dataclasses.replace(RECORD, strategy="resident", steps_down=(step,))
     assert limited.list_limits() == [
         "predicted to fit in the device's memory: resident",
-        "vae.decode ran out of memory with resident; run again with resident+tiling",
+        "vae.decode ran out of memory with resident; retried with resident+tiling",
     ]

@@ -120,7 +120,7 @@ def test_an_argument_is_blamed() -> None:
     """What came in bad is not the module's fault."""
     found = find(Net(1.0), torch.tensor([[1.0, math.nan, 0.0, 0.0]]).half())
     assert (found.kind, found.path) == ("input", "x")
-    assert found.describe("part") == "Its argument x was not finite already."
+    assert found.describe("part") == "Its argument x was already not finite."
 
 
 def test_a_clamp_that_hides_it_is_looked_behind() -> None:
@@ -163,7 +163,7 @@ def test_a_kernel_that_is_wrong_in_one_format_is_named() -> None:
     found = find(Whole(lambda _, x: torch.ops.stopdown_tests.double(x)), x)
     assert (found.kind, found.reached) == ("kernel", 2.0)
     assert found.describe("net").endswith(
-        "and it ought to reach no more than 2, which fp16 holds: this device's kernel is wrong, or adds "
+        "and it should reach no more than 2, which fp16 holds: this device's kernel is wrong, or adds "
         "up in 16 bits."
     )
 

@@ -58,7 +58,7 @@ def test_an_error_has_the_culprit_what_was_tried_and_a_remedy(session: Session) 
     error = records(session).make_error(case)
     assert error.what.startswith("Overflow in ")
     assert "a value reached 90,000, above fp16's maximum of 65,504" in error.what
-    assert "returned 1 Inf in 2 values at step 2 of 4, in fp16." in error.expected
+    assert "returned 1 Inf out of 2 values at step 2 of 4, in fp16." in error.expected
     assert RANGE.describe(case.fault.component) in error.expected
     assert "Tried without success: bf16: it is slow." in error.expected
     assert error.remedy.endswith('Or let the run repair it: `on_fault="repair"`.')
@@ -99,7 +99,7 @@ def test_bad_arguments_are_told_with_their_origin(session: Session) -> None:
     assert (
         records(session)
         .make_error(case)
-        .expected.endswith("was called with it as x, and gave finite values.")
+        .expected.endswith("was called with it as x, and returned finite values.")
     )
 
 
