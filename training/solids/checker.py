@@ -63,7 +63,7 @@ class Piece:
         area: in pixels, holes included.
         hole: share of the area that is hole.
         tall: height by width of the bounding box.
-        top: width near the upper end by width near the lower end.
+        top: width near the upper end by the largest width.
         round: overlap with the ellipse that fills the bounding box, by the union of both.
     """
 
@@ -139,14 +139,14 @@ def _measure(cut: Array, x: float, y: float) -> Piece:
     middle = np.hypot(u, v) < 0.6
     ellipse = np.hypot(u, v) <= 1
     widths = full.sum(1)
-    tip, foot = max(1, round(height * 0.2)), max(1, round(height * 0.25))
+    tip = max(1, round(height * 0.2))
     return Piece(
         x=x,
         y=y,
         area=float(full.sum()),
         hole=float((full & ~cut & middle).sum() / full.sum()),
         tall=height / width,
-        top=float(widths[:tip].mean() / widths[-foot:].max()),
+        top=float(widths[:tip].mean() / widths.max()),
         round=float((full & ellipse).sum() / (full | ellipse).sum()),
     )
 
