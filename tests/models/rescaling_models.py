@@ -513,6 +513,7 @@ EXAMPLES: dict[str, Example] = {
         _forward(**_TEXT_CALL), _TEXT_WAYS,
     ),
 }  # fmt: skip
+"""Class, as users call it, to its tiny model."""
 
 
 _WIDE: dict[str, Any] = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
@@ -641,7 +642,6 @@ DENOISERS_OF_2026: dict[str, Example] = {
     ),
 }  # fmt: skip
 """Families that came in 2026, by the class that denoises."""
-"""Class, as users call it, to its tiny model."""
 
 
 def measure_call(

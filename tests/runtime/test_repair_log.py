@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from typing import get_args, get_type_hints
 
 import pytest
 
 from stopdown.records import Repair
 from stopdown.runtime.repair_log import RepairLog, describe_repair
+from stopdown.runtime.repair_order import Remedy
 
 REPAIR = Repair(
     component="text_encoder",
@@ -54,3 +57,16 @@ def test_a_repair_begins_with_the_verdict() -> None:
         "Overflow in the text encoder: a value reached 113,000, above fp16's maximum of 65,504. "
         "Repaired; the result is not affected. `text_encoder` returned 8 NaN"
     )
+
+
+def test_each_remedy_has_words() -> None:
+    """A new action without a sentence would end a run with a `KeyError` in the middle of a repair."""
+    remedies = set(get_args(get_type_hints(Remedy)["action"]))
+    actions = remedies - {"cast"} | {
+        "bf16",
+        "fp32",
+        "cast-inputs",
+        "none",
+    }  # a cast is named by its dtype
+    said = {describe_repair(dataclasses.replace(REPAIR, action=x, verdict="")) for x in actions}
+    assert len(said) == len(actions) == 7
