@@ -40,7 +40,7 @@ def pytest_configure() -> None:
 
 
 LONGEST = (
-    *("docs/test_pages.py", "pipelines/test_quantization_config.py"),
+    *("docs/test_pages.py", "quantizers/test_loading.py"),
     *("plans/test_certified.py", "batch/test_worker.py"),
     *("device/test_bench.py", "device/test_commands_on_device.py"),
 )
@@ -297,6 +297,15 @@ def save_planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tupl
 
 PROGRESS = re.compile(r"^\w.* \([\d:]+(, [\d:]+ left)?\)\n", re.MULTILINE)
 """A line by which a command shows where no terminal is how far it has come."""
+
+
+@pytest.fixture(scope="module")
+def module_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Plans that are kept are those of one file's tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("STOPDOWN_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture

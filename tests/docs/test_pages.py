@@ -92,7 +92,7 @@ SHORTER = {"--steps 20": "--steps 2"}
 """What a page types for a clip that people look at, and what is enough to see that the command runs."""
 
 LONG_PAGES = ("from-pretrained.md", "report.md", "guard.md")
-"""Pages whose Python is asked of tiny models: test_quantization_config, test_matrix, test_guard; slow."""
+"""Pages whose Python is asked of tiny models: test_loading, test_matrix, test_guard; slow."""
 
 
 def mark_long(run: tuple[str, int]) -> Any:

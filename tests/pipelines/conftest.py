@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,12 +25,3 @@ def given(model: Any) -> dict[str, torch.Tensor]:
         "encoder_hidden_states": torch.randn(1, 8, model.config.text_embed_dim, generator=draw),
         "timestep": torch.tensor([500]),
     }
-
-
-@pytest.fixture(scope="module")
-def module_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Plans that are kept are those of one file's tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
-        patch.setenv("STOPDOWN_CACHE", str(folder))
-        yield folder

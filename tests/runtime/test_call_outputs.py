@@ -58,27 +58,6 @@ def test_other_forms_are_looked_at(name: str) -> None:
     assert np.abs(values[0] - values[1]).max() < 0.02 * np.abs(values[1]).max()
 
 
-def yield_rows(x: torch.Tensor) -> Any:
-    """Rows, made one by one later."""
-    yield from x
-
-
-@pytest.mark.parametrize(
-    "form",
-    [yield_rows, lambda x: lambda: x, lambda x: x.to_sparse()],
-    ids=["generator", "function", "sparse"],
-)
-def test_what_cannot_be_looked_at_is_reported(form: Callable[[torch.Tensor], Any]) -> None:
-    """A generator, a function and a sparse tensor: said once, and in the record."""
-    module, said = Returning(form).half(), list[str]()
-    with guard(module, announce=said.append) as handle:
-        for _ in range(2):
-            module(X.half())
-    assert len(said) == 1
-    assert "whose values cannot be looked at: NaN and Inf in it are not found." in said[0]
-    assert handle.record.unwatched == tuple(said)
-
-
 class Writing(nn.Module):
     """Writes to its argument, or puts its stream into a list of its caller's."""
 
