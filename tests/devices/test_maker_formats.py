@@ -53,8 +53,8 @@ def test_cuda_devices_are_judged_by_capability(
 def test_reasons_of_cuda_say_what_to_expect() -> None:
     """Emulated bf16, fp16 at 1/64 of the rate and the NaN of the GTX 16 series are said so."""
     assert judge_accelerator("cuda", (7, 0))["bf16"].reason == (
-        "Compute capability 7.0 has no bf16 arithmetic (the first that has is 8.0); torch emulates "
-        "it in fp32, and still says that it is supported."
+        "Compute capability 7.0 has no bf16 arithmetic (it begins with 8.0); torch emulates "
+        "it in fp32 but still reports it as supported."
     )
     assert "at 1/64 of the rate of fp32" in judge_accelerator("cuda", (6, 1))["fp16"].reason
     assert (

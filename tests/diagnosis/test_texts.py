@@ -194,7 +194,7 @@ def test_what_the_run_was_is_read_first(capsys: pytest.CaptureFixture[str]) -> N
     assert found.run == ("ComfyUI 0.7.0", "PyTorch 2.10.0+cu126", "Tesla V100-SXM2-16GB", options)
     assert found.cause == "sums-in-fp16"
     _, page, _ = _run(capsys, "explain", f"{RUN}{CAST}")
-    assert "The run: ComfyUI 0.7.0, PyTorch 2.10.0+cu126, Tesla V100-SXM2-16GB" in page
+    assert "Detected: ComfyUI 0.7.0, PyTorch 2.10.0+cu126, Tesla V100-SXM2-16GB" in page
     assert explain(CAST).run == ()
 
 

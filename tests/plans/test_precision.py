@@ -139,8 +139,8 @@ def test_bf16_weights_without_bf16_say_why_not_fp16() -> None:
     """On a V100 the whole reason: what is stored, what is missing, and what fp16 would risk."""
     _, reason = choose_precision(make_facts("bf16"), V100)
     assert reason == (
-        "The weights are stored in bf16. Compute capability 7.0 has no bf16 arithmetic (the first "
-        "that has is 8.0); torch emulates it in fp32, and still says that it is supported. In fp16 "
+        "The weights are stored in bf16. Compute capability 7.0 has no bf16 arithmetic (it "
+        "begins with 8.0); torch emulates it in fp32 but still reports it as supported. In fp16 "
         "(maximum 65504), activations of bf16-trained models may overflow, so it runs in fp32."
     )
 

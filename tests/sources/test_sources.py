@@ -98,8 +98,7 @@ def test_an_unknown_model_suggests_the_nearest(
 def test_a_missing_path_is_named(text: str) -> None:
     """What looks like a path is not sent to the Hub."""
     assert read_error(lambda: resolve_source(text)) == (
-        f"There is no file or folder {text}. {FORMS}. "
-        "Check the spelling and the folder that you are in."
+        f"There is no file or folder {text}. {FORMS}. Check the spelling and the current folder."
     )
 
 

@@ -133,7 +133,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     show_list("What else to do", [(f"- {x}",) for x in diagnosis.remedy[1:]])
     show(f"\n{diagnosis.why}")
     if diagnosis.run:
-        show(("\nThe run: ", "bold"), ", ".join(diagnosis.run))
+        show(("\nDetected: ", "bold"), ", ".join(diagnosis.run))
     clues = [
         (f"line {x.line}, " if x.line else "", f"{x.meaning}: ", (x.text, "italic"))
         for x in diagnosis.evidence

@@ -270,7 +270,7 @@ def explain_faults(path: Path, faults: Iterable[FrameFault | SoundFault]) -> Dia
     """Make the diagnosis of a finished picture, video or sound from its faults; the first is its title."""
     found = list(faults)
     noun = "sound" if path.suffix.lower() in SOUNDS else "frames"
-    kinds = "silent, clipped or noise" if noun == "sound" else "black, grey, flat, frozen or noise"
+    kinds = "silent, clipped or noisy" if noun == "sound" else "black, grey, flat, frozen or noisy"
     if not found:
         return Diagnosis(
             fault=NONE,
