@@ -139,8 +139,9 @@ def test_an_eps_that_stays_is_all_that_changes(save: Any, tmp_path: Path, eps: f
     assert said in " ".join(entry.reasons)
     reference = run_encoder(folder, torch.float32)
     same = relative_l2(run_encoder(out, torch.float32), reference)
-    assert same == pytest.approx(entry.effect, rel=0.5)
     assert (same > 1e-6) == (eps == 1e-2)
+    if eps == 1e-2:  # a last bit of other tokens than those tried may differ, by processor
+        assert same == pytest.approx(entry.effect, rel=0.5)
     assert torch.equal(run_encoder(out, torch.float32, eps=entry.eps_left), reference)
 
 
