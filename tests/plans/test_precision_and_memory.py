@@ -236,7 +236,7 @@ def test_fit_compares_precisions(made: MemoryForecast) -> None:
             assert row.time_ratio is not None
             assert narrow.time_ratio is not None
             assert row.time_ratio > narrow.time_ratio
-    assert any(reason.startswith("fp32: ") for reason in made.reasons)
+    assert any(reason.startswith("fp32 would also fit: ") for reason in made.reasons)
 
 
 @pytest.mark.thorough
