@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 import threading
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 
@@ -55,3 +57,12 @@ def test_work_that_goes_on_is_waited_for(is_pooled: bool) -> None:
     waiting.join(60)
     assert len(ended) == (3 if is_pooled else 1)
     executor.shutdown()
+
+
+@pytest.mark.thorough
+def test_commands_start_without_executors() -> None:
+    """They are looked at only where a program has loaded them: multiprocessing costs each start."""
+    named = "{'concurrent.futures', 'multiprocessing'} & {*sys.modules}"
+    code = f"import stopdown.app.commands, sys; print({named})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "set()\n"

@@ -13,8 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import process as process_executor
-from concurrent.futures import thread as thread_executor
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -170,10 +168,12 @@ _POLL_S = 0.02
 
 def _waits_for_work(thread: threading.Thread) -> bool:
     """Return whether a thread belongs to an executor that has nothing to do."""
-    if isinstance(thread, process_executor._ExecutorManagerThread):
+    executors = sys.modules.get("concurrent.futures.process")  # loaded if a program has used any
+    if executors is not None and isinstance(thread, executors._ExecutorManagerThread):
         return not thread.pending_work_items
+    executors = sys.modules.get("concurrent.futures.thread")
     frame = sys._current_frames().get(thread.ident or 0)
-    if frame is None or frame.f_code is not thread_executor._worker.__code__:
+    if executors is None or frame is None or frame.f_code is not executors._worker.__code__:
         return False
     queue: Any = frame.f_locals["work_queue"]
     return bool(queue.empty())

@@ -232,10 +232,11 @@ class ScriptGuard:
         if guarding is None:
             yield None
             return
-        is_repaired, restore = [False], _save_random(module)
+        is_repaired = [False]
+        restore = _save_random(module) if torch.is_grad_enabled() else None
 
         def end(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not (is_repaired[0] and torch.is_grad_enabled()):
+            if restore is None or not is_repaired[0]:
                 return output
             return graft_gradients(module, method, (args, kwargs), output, restore)
 
