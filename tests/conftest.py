@@ -262,6 +262,16 @@ def each_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     assert devices.counts.operations > before, "nothing was computed on the device"
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The empty folder that commands run in, at the width of a small terminal."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "80")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The folder of a tiny pipeline, by name, stored format and overflowing component."""

@@ -30,12 +30,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import T5Config, T5EncoderModel
 
-from muon import Muon
 from scenes import RADIUS, SPREAD, TEMPLATES, Scene, all_captions, draw_scene, split_scenes
 from tokens import make_tokenizer
 from train_autoencoder import CONFIG as AUTOENCODER
 from train_autoencoder import make_autoencoder
-from training_state import restore, schedule, store
+from training_state import average, make_denoiser_optimizers, restore, schedule, store
 
 SHRUNK = 2.0**-26
 """What the usual eps is multiplied by while training."""
@@ -209,25 +208,8 @@ class Captions:
 
 
 def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of attention and feed-forward, AdamW for everything else."""
-    inside = [
-        weight
-        for name, weight in model.named_parameters()
-        if weight.dim() == 2
-        and "block" in name
-        and not any(part in name for part in ("relative_attention_bias", ".linear."))
-    ]
-    taken = {id(weight) for weight in inside}
-    rest = [weight for weight in model.parameters() if id(weight) not in taken]
-    return [Muon(inside, lr=0.01), torch.optim.AdamW(rest, lr=2e-3, betas=(0.9, 0.98))]
-
-
-@torch.no_grad()
-def average(shadow: nn.Module, model: nn.Module, step: int) -> None:
-    """Exponential moving average of the weights, which is what ships."""
-    decay = min(0.998, (step + 1) / (step + 20))
-    for slow, fast in zip(shadow.parameters(), model.parameters(), strict=True):
-        slow.lerp_(fast, 1 - decay)
+    """Return the optimizers of the encoder and the denoiser."""
+    return make_denoiser_optimizers(model, ("relative_attention_bias", ".linear."), 2e-3)
 
 
 def find_cycle(step: int) -> tuple[Cycle, int]:
@@ -299,7 +281,7 @@ def train(out: Path, batch: int, seed: int, every: int) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
-        average(shadow, model, step)
+        average(shadow, model, step, 0.998)
         recent.append(loss.item())
         if (step + 1) % 50 == 0:
             line = {

@@ -1,4 +1,4 @@
-"""Training that stops and goes on: checkpoints, and the learning rate of each step."""
+"""Training that stops and goes on: checkpoints, optimizers, learning rates and averaged weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 from torch import nn
+
+from muon import Muon
 
 
 def restore(
@@ -53,3 +55,34 @@ def schedule(
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("peak", group["lr"]) * share * rate
+
+
+def make_denoiser_optimizers(
+    model: nn.Module, outside: Sequence[str], rate: float
+) -> list[torch.optim.Optimizer]:
+    """Give Muon the matrices of attention and feed-forward, AdamW everything else.
+
+    Args:
+        outside: parts of the names of matrices in blocks that AdamW gets as well.
+        rate: learning rate of AdamW.
+    """
+    inside = [
+        weight
+        for name, weight in model.named_parameters()
+        if weight.dim() == 2 and "block" in name and not any(part in name for part in outside)
+    ]
+    taken = {id(weight) for weight in inside}
+    rest = [weight for weight in model.parameters() if id(weight) not in taken]
+    return [Muon(inside, lr=0.01), torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.98))]
+
+
+@torch.no_grad()
+def average(shadow: nn.Module, model: nn.Module, step: int, most: float) -> None:
+    """Move the averaged weights, which are what ships, towards those of this step.
+
+    Args:
+        most: decay of the average once it has seen many steps.
+    """
+    decay = min(most, (step + 1) / (step + 20))
+    for slow, fast in zip(shadow.parameters(), model.parameters(), strict=True):
+        slow.lerp_(fast, 1 - decay)

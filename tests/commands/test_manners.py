@@ -33,16 +33,6 @@ SaveTiny = Callable[..., Path]
 SIZES = ("--frames", "9", "--height", "32", "--width", "32", "--steps", "1")
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The empty folder that commands run in, at the width of a small terminal."""
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("COLUMNS", "80")
-    return folder
-
-
 # ---------------------------------------------------------------------------------------------
 # Help
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from models.command_runs import run_line
 from models.failure_messages import CAST, MESSAGES
-from stopdown.app import cli
 from stopdown.diagnosis import texts
 from stopdown.diagnosis.explained import explain
 from stopdown.diagnosis.knowledge import FILES, UNKNOWN, read_knowledge
@@ -193,7 +193,7 @@ def test_what_the_run_was_is_read_first(capsys: pytest.CaptureFixture[str]) -> N
     options = "--fast fp16_accumulation, --use-sage-attention"
     assert found.run == ("ComfyUI 0.7.0", "PyTorch 2.10.0+cu126", "Tesla V100-SXM2-16GB", options)
     assert found.cause == "sums-in-fp16"
-    _, page, _ = _run(capsys, "explain", f"{RUN}{CAST}")
+    _, page, _ = run_line(capsys, "explain", f"{RUN}{CAST}")
     assert "Detected: ComfyUI 0.7.0, PyTorch 2.10.0+cu126, Tesla V100-SXM2-16GB" in page
     assert explain(CAST).run == ()
 
@@ -304,13 +304,6 @@ def test_patterns_see_short_lines_with_single_blanks() -> None:
     assert max(map(len, text.split("\n"))) <= texts.LONGEST_LINE
     assert len(text) <= texts.MOST_CHARACTERS
     assert re.search(r"\s\s|\t", text) is None
-
-
-def _run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as left:
-        cli.main(list(words))
-    streams = capsys.readouterr()
-    return int(left.value.code or 0), streams.out, streams.err
 
 
 def test_of_equal_causes_the_likelier_is_answered() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.damaged_folders import read_error
 from stopdown import testing
 from stopdown.errors import SourceError
 from stopdown.pipelines.loader import load_pipeline
@@ -19,24 +20,10 @@ from stopdown.sources.source_checks import verify_source
 from stopdown.sources.sources import resolve_source
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny CogVideoX as a folder."""
-    return testing.save_pipeline("cogvideox", tmp_path_factory.mktemp("saved") / "tiny")
-
-
 @pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
-    """A copy of it to damage."""
-    return Path(shutil.copytree(saved, tmp_path / "tiny"))
-
-
-def read_error(call: Callable[[], object]) -> str:
-    """The message of the SourceError that a call raises; SourceErrors exit with 2."""
-    with pytest.raises(SourceError) as caught:
-        call()
-    assert caught.value.exit_code == 2
-    return str(caught.value)
+def folder(save_tiny: Callable[..., Path], tmp_path: Path) -> Path:
+    """A copy of a tiny CogVideoX, to damage."""
+    return Path(shutil.copytree(save_tiny("cogvideox"), tmp_path / "tiny"))
 
 
 def test_weights_that_lack_a_tensor_do_not_load(folder: Path) -> None:
@@ -69,18 +56,20 @@ def test_weights_of_another_shape_do_not_load(folder: Path, component: str) -> N
     assert message.startswith(f"The weights in {path.parent} do not match the model: ")
 
 
-def test_authors_pins_are_kept(saved: Path) -> None:
+def test_authors_pins_are_kept(save_tiny: Callable[..., Path]) -> None:
     """T5 in fp16 keeps its last feed-forward linear in fp32, as its authors ask."""
-    encoder = load_pipeline(resolve_source(saved), torch_dtypes=torch.float16).text_encoder
+    encoder = load_pipeline(
+        resolve_source(save_tiny("cogvideox")), torch_dtypes=torch.float16
+    ).text_encoder
     assert encoder.encoder.block[0].layer[1].DenseReluDense.wo.weight.dtype == torch.float32
     assert encoder.encoder.block[0].layer[0].SelfAttention.q.weight.dtype == torch.float16
 
 
-def test_progress_tells_each_component(saved: Path) -> None:
+def test_progress_tells_each_component(save_tiny: Callable[..., Path]) -> None:
     """Loading reports components in order, and ends with all bytes."""
     calls: list[tuple[str, str, int, int]] = []
     load_pipeline(
-        resolve_source(saved),
+        resolve_source(save_tiny("cogvideox")),
         torch_dtypes=torch.float32,
         progress=lambda *call: calls.append(call),
     )

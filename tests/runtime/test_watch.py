@@ -9,27 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from models.returning_modules import Returning, X
 from stopdown.errors import NonFiniteError
 from stopdown.runtime.guard import Guard, guard
 from stopdown.runtime.session import GuardOptions
 from stopdown.runtime.watch import _word_choice
-
-X = torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
-
-
-class Returning(nn.Module):
-    """A linear that overflows in fp16, and another form of what it gives."""
-
-    def __init__(self, form: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.wide, self.form = nn.Linear(16, 16), form
-        self.eval().requires_grad_(False)
-        self.wide.weight.mul_(2.0**18)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """`[N, 16]`, the same again in the form."""
-        return self.form(self.wide(x))
 
 
 def yield_rows(x: torch.Tensor) -> Any:

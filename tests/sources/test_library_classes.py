@@ -3,48 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from models.damaged_folders import edit_json, read_error, verify
 from stopdown import testing
-from stopdown.errors import SourceError
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.sources.source_checks import verify_source
 from stopdown.sources.sources import resolve_source
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny CogVideoX as a folder."""
-    return testing.save_pipeline("cogvideox", tmp_path_factory.mktemp("saved") / "tiny")
-
-
-@pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
-    """A copy of it to damage."""
-    return Path(shutil.copytree(saved, tmp_path / "tiny"))
-
-
-def read_error(call: Callable[[], object]) -> str:
-    """The message of the SourceError that a call raises; SourceErrors exit with 2."""
-    with pytest.raises(SourceError) as caught:
-        call()
-    assert caught.value.exit_code == 2
-    return str(caught.value)
-
-
-def verify(folder: Path) -> None:
-    verify_source(resolve_source(folder))
-
-
-def edit_json(path: Path, **entries: Any) -> None:
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, **entries}))
 
 
 def test_an_unknown_pipeline_class_names_the_nearest(folder: Path) -> None:

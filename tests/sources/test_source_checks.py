@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stopdown import testing
-from stopdown.errors import SourceError
+from models.damaged_folders import edit_json, read_error, verify
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.sources.headers import find_weights
 from stopdown.sources.source_checks import verify_source
@@ -21,35 +19,6 @@ from stopdown.sources.sources import read_stored_dtypes, resolve_source
 
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 AGAIN = "Download or save the model again."
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny CogVideoX as a folder."""
-    return testing.save_pipeline("cogvideox", tmp_path_factory.mktemp("saved") / "tiny")
-
-
-@pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
-    """A copy of it to damage."""
-    return Path(shutil.copytree(saved, tmp_path / "tiny"))
-
-
-def read_error(call: Callable[[], object]) -> str:
-    """The message of the SourceError that a call raises; SourceErrors exit with 2."""
-    with pytest.raises(SourceError) as caught:
-        call()
-    assert caught.value.exit_code == 2
-    return str(caught.value)
-
-
-def verify(folder: Path) -> None:
-    verify_source(resolve_source(folder))
-
-
-def edit_json(path: Path, **entries: Any) -> None:
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, **entries}))
 
 
 def test_a_damaged_index_is_named(folder: Path) -> None:

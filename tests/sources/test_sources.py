@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.damaged_folders import edit_json, read_error
 from stopdown import testing
-from stopdown.errors import SourceError
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.sources import hub, sources
 from stopdown.sources.headers import choose_weights
@@ -27,31 +25,6 @@ FORMS = (
     "bundled model"
 )
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny CogVideoX as a folder."""
-    return testing.save_pipeline("cogvideox", tmp_path_factory.mktemp("saved") / "tiny")
-
-
-@pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
-    """A copy of it to damage."""
-    return Path(shutil.copytree(saved, tmp_path / "tiny"))
-
-
-def read_error(call: Callable[[], object]) -> str:
-    """The message of the SourceError that a call raises; SourceErrors exit with 2."""
-    with pytest.raises(SourceError) as caught:
-        call()
-    assert caught.value.exit_code == 2
-    return str(caught.value)
-
-
-def edit_json(path: Path, **entries: Any) -> None:
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, **entries}))
 
 
 @pytest.mark.parametrize("name", testing.PIPELINE_NAMES)

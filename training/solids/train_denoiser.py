@@ -26,13 +26,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import T5Config, T5EncoderModel
 
-from muon import Muon
 from solids.autoencoder import CONFIG as AUTOENCODER
 from solids.autoencoder import load_autoencoder
 from solids.scenes import FRAMES, SIDE, TEMPLATES, Scene, all_captions, draw_scene, split_scenes
 from solids.train_autoencoder import CHECKPOINTS, to_tensor
 from tokens import make_tokenizer
-from training_state import restore, schedule, store
+from training_state import average, make_denoiser_optimizers, restore, schedule, store
 
 SHRUNK = 2.0**-26
 """What the eps of norms that read a residual stream is multiplied by while training."""
@@ -193,25 +192,8 @@ def predict(
 
 
 def make_optimizers(models: nn.Module) -> list[torch.optim.Optimizer]:
-    """Give Muon the matrices of attention and feed-forward, AdamW everything else."""
-    inside = [
-        weight
-        for name, weight in models.named_parameters()
-        if weight.dim() == 2
-        and "block" in name
-        and not any(part in name for part in ("relative_attention_bias", "scale_shift_table"))
-    ]
-    taken = {id(weight) for weight in inside}
-    rest = [weight for weight in models.parameters() if id(weight) not in taken]
-    return [Muon(inside, lr=0.01), torch.optim.AdamW(rest, lr=1e-3, betas=(0.9, 0.98))]
-
-
-@torch.no_grad()
-def average(shadow: nn.Module, models: nn.Module, step: int) -> None:
-    """Move the averaged weights, which are what ships, towards those of this step."""
-    decay = min(0.999, (step + 1) / (step + 20))
-    for slow, fast in zip(shadow.parameters(), models.parameters(), strict=True):
-        slow.lerp_(fast, 1 - decay)
+    """Return the optimizers of the encoder and the denoiser."""
+    return make_denoiser_optimizers(models, ("relative_attention_bias", "scale_shift_table"), 1e-3)
 
 
 def train(
@@ -245,7 +227,7 @@ def train(
         nn.utils.clip_grad_norm_(models.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
-        average(shadow, models, step)
+        average(shadow, models, step, 0.999)
         recent = [*recent[-49:], loss.item()]
         processor_s = spent_s + time.process_time() - began_s
         if (step + 1) % 50 == 0:
