@@ -140,6 +140,16 @@ def test_the_fastest_of_the_same_pictures_is_recommended() -> None:
     assert said.startswith("None of these precisions")
 
 
+def test_a_broken_run_has_no_time() -> None:
+    """The table has a dash for it: the search for its first NaN is part of its time."""
+    made = make_comparison()
+    ratios = {variant.name: variant.time_ratios for variant in made.variants}
+    assert ratios["fp16-plain"] == {}
+    assert ratios["fp16"] == {"denoise": 2.0, "all": 2.0}
+    times = {row[0]: row[5] for row in made.summarise().rows}
+    assert times == {"fp32": "1.00×", "bf16": "2.00×", "fp16-plain": "–", "fp16": "2.00×"}
+
+
 def test_a_failed_cell_fails_its_precision_alone() -> None:
     """One prompt that did not run stands in its place; the other precisions keep their verdicts."""
     made = make_comparison(3, error="MemoryError: no room")

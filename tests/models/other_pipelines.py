@@ -35,6 +35,39 @@ def make_dit() -> Any:
     )
 
 
+def make_latte(video_length: int) -> Any:
+    """A pipeline whose transformer has positions for videos of one length."""
+    import diffusers
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformer = diffusers.LatteTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=8,
+            in_channels=4,
+            out_channels=8,
+            num_layers=1,
+            cross_attention_dim=16,
+            attention_bias=True,
+            sample_size=4,
+            patch_size=2,
+            activation_fn="gelu-approximate",
+            num_embeds_ada_norm=1000,
+            norm_type="ada_norm_single",
+            norm_elementwise_affine=False,
+            caption_channels=32,
+            video_length=video_length,
+        )
+        vae, encoder = build_part("vae"), build_part("t5")
+    return diffusers.LattePipeline(
+        tokenizer=build_part("t5-tokenizer"),
+        text_encoder=encoder,
+        vae=vae,
+        transformer=transformer,
+        scheduler=diffusers.DDIMScheduler(),
+    )
+
+
 def make_allegro() -> Any:
     """A pipeline whose autoencoder has code for tiles alone, and is saved with tiling off."""
     import diffusers

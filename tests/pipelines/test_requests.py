@@ -14,15 +14,18 @@ import pytest
 import torch
 from PIL import Image
 
+from models.other_pipelines import make_allegro, make_latte
 from models.pipeline_calls import make_pipeline
 from stopdown.errors import OptionError
 from stopdown.files.toml_files import read_rows
+from stopdown.pipelines.dry_run import make_arguments
 from stopdown.pipelines.requests import (
     Request,
     Stage,
     build_arguments,
     explain_stop,
     find_frames,
+    find_own_frames,
     list_needed_arguments,
     name_pipeline_arguments,
     refuse_missing_prompt,
@@ -270,6 +273,24 @@ def test_masks_and_control_pictures_have_the_size_asked_for() -> None:
 def test_frames_are_known_before_the_run(name: str, arguments: Any, frames: int) -> None:
     """Asked for, from the video, from the model's config or the pipeline's default."""
     assert find_frames(make_pipeline(name), arguments) == frames
+
+
+def test_frames_of_latte_are_those_of_its_positions() -> None:
+    """A call without a number of frames gets the config's, not the pipeline's 16, and runs."""
+    pipe = make_latte(video_length=3)
+    pipe.set_progress_bar_config(disable=True)
+    request = Request("a ball", height=32, width=32, steps=1)
+    arguments = build_arguments(pipe, request)
+    assert arguments["video_length"] == find_frames(pipe, {}) == find_own_frames(pipe) == 3
+    assert read_frames(pipe(**arguments, clean_caption=False)).shape == (3, 32, 32, 3)
+    asked = build_arguments(pipe, dataclasses.replace(request, frames=1))
+    assert asked["video_length"] == find_frames(pipe, asked) == 1
+    assert make_arguments(pipe)["video_length"] == 3
+
+
+def test_frames_of_allegro_are_those_of_its_latents() -> None:
+    """Its config counts latent frames, each of which is decoded to four."""
+    assert find_frames(make_allegro(), {}) == 8
 
 
 def test_frames_are_read_from_videos_and_pictures() -> None:

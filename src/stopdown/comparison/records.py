@@ -253,8 +253,8 @@ class Variant(Displayed):
         plan: plan that rescaled the model; None without one.
         strategy: memory strategy that kept it within the limit; "" without a limit.
         heats: headroom by component.
-        time_ratios: median over prompts of each stage's time relative to the reference's; `all` for the
-            whole run.
+        time_ratios: median over prompts of each stage's time relative to the reference's, without broken
+            and failed runs; `all` for the whole run.
         peak_bytes: largest peak memory of its cells.
         verdict: the worst of its cells' verdicts: `reference`, `same`, `other`, `broken` or `failed`.
         reasons: whole sentences.

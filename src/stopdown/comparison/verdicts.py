@@ -160,12 +160,17 @@ def _summarise(cells: Sequence[Cell], verdict: str) -> Iterable[str]:
 
 
 def _find_ratios(rows: Sequence[Row], name: str) -> dict[str, float]:
-    """Map each stage to the median over prompts of its time, relative to the reference."""
+    """Map each stage to the median over prompts of its time, relative to the reference.
+
+    A broken run has no time: part of it is the search for the operation where NaN began.
+    """
     ratios: dict[str, list[float]] = {}
     for row in rows:
         by_name = {cell.precision: cell for cell in row.cells}
         cell, reference = by_name.get(name), by_name.get(row.reference)
-        if cell is None or reference is None or cell.error or reference.error:
+        if cell is None or reference is None or reference.error:
+            continue
+        if cell.verdict in ("failed", "broken"):
             continue
         for stage, seconds in cell.stages_s.items():
             if reference.stages_s.get(stage, 0.0) > 0.0:

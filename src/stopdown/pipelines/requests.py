@@ -486,17 +486,14 @@ _NEEDS_NEGATIVE = ("EasyAnimate",)
 """Beginnings of class names that fail without a negative prompt; they get an empty one."""
 
 
-def build_arguments(pipe: Any, request: Request, *, chooses_sides: bool = True) -> dict[str, Any]:
+def build_arguments(pipe: Any, request: Request) -> dict[str, Any]:
     """Build the keyword arguments of a pipeline's call from a request.
 
-    Args:
-        chooses_sides: add height and width if the request has none and the pipeline's default does not suit
-            its configs.
+    Sizes that the request leaves out are added if the pipeline's defaults don't suit its configs.
     """
     taken = inspect.signature(type(pipe).__call__).parameters
     arguments = name_pipeline_arguments(type(pipe), request)
-    if chooses_sides:
-        arguments = {**list_own_sides(pipe, request), **arguments}
+    arguments = {**list_own_sides(pipe, request), **list_own_frames(pipe), **arguments}
     arguments |= _prepare_media(arguments, request)
     if type(pipe).__name__.startswith(_NEEDS_NEGATIVE):
         arguments.setdefault("negative_prompt", "")
@@ -530,6 +527,17 @@ def list_own_sides(pipe: Any, request: Request) -> dict[str, int]:
     """
     asked = (request.height, request.width, *map(request.arguments.get, ("height", "width")))
     return {} if any(side is not None for side in asked) else choose_own_sides(pipe)
+
+
+def list_own_frames(pipe: Any) -> dict[str, int]:
+    """Return Latte's `video_length`, the only length of a video that its transformer has positions for.
+
+    The pipeline's default is 16, whatever the config says.
+    """
+    config = getattr(getattr(pipe, "transformer", None), "config", None)
+    count = getattr(config, "video_length", None)
+    taken = inspect.signature(type(pipe).__call__).parameters
+    return {"video_length": count} if count and "video_length" in taken else {}
 
 
 def _is_in_media(name: str, request: Request) -> bool:
@@ -733,7 +741,8 @@ def find_frames(pipe: Any, arguments: dict[str, Any]) -> int:
     parameters = inspect.signature(type(pipe).__call__).parameters
     for name in _NAMES["frames"]:
         if name in parameters:
-            asked = arguments.get(name) or parameters[name].default
+            default = list_own_frames(pipe).get(name) or parameters[name].default
+            asked = arguments.get(name) or default
             return int(asked or find_own_frames(pipe) or 2)
     return 1
 
@@ -742,7 +751,10 @@ def find_own_frames(pipe: Any) -> int | None:
     """Return the number of frames in the config of a pipeline's denoiser; None if it has none."""
     unet = getattr(getattr(pipe, "unet", None), "config", None)
     transformer = getattr(getattr(pipe, "transformer", None), "config", None)
-    return getattr(unet, "num_frames", None) or getattr(transformer, "sample_frames", None)
+    frames = getattr(transformer, "sample_frames", None)
+    if frames and type(pipe).__name__ == "AllegroPipeline":  # its config counts latent frames
+        frames *= pipe.vae_scale_factor_temporal
+    return getattr(unet, "num_frames", None) or getattr(transformer, "video_length", None) or frames
 
 
 def find_steps(pipe: Any, arguments: dict[str, Any]) -> int:
