@@ -42,9 +42,10 @@ class StoredWeight:
     """A weight in its file, with the exponents and the dtype in which it is read.
 
     Attributes:
-        values: stored values, mapped from the file.
+        values: stored values, mapped from the file; of any shape and floating dtype.
         dtype: dtype to which the scaled values are cast.
-        folds: places in the tensor and their exponents; values there are multiplied by `2**exponent`.
+        folds: places in the tensor (slices of rows and columns; `()` for all of it) and their exponents;
+            values there are multiplied by `2**exponent`.
 
     Examples:
         >>> values = torch.tensor([1.0, 131072.0], dtype=torch.bfloat16)

@@ -189,6 +189,13 @@ def cast_mask(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def count_non_finite(tensor: torch.Tensor) -> tuple[int, int]:
     """Count the NaN values, and the +Inf and -Inf values.
 
+    Args:
+        tensor: of any shape and device, and of any dtype but those of 8 bits and less, for which PyTorch
+            has no `isinf`.
+
+    Returns:
+        Number of NaN, and number of +Inf and -Inf together.
+
     Cost: two passes and one host read.
 
     Examples:
@@ -322,6 +329,15 @@ def count_attention_on_cpu(
 @without_autocast()
 def relative_l2(value: torch.Tensor, reference: torch.Tensor) -> float:
     """Return the 2-norm of the difference over that of the reference, in fp64; NaN propagates.
+
+    Args:
+        value: of any dtype and shape, on a device with fp64.
+        reference: of the same shape and device.
+
+    Returns:
+        A ratio, 0.0 for equal tensors. If all of `reference` is 0, it is Inf, or NaN for two such tensors.
+
+    Cost: two copies in fp64, and a host read.
 
     Examples:
         >>> relative_l2(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]))

@@ -18,6 +18,8 @@ from stopdown.record_display import Displayed
 class ResidualStream(Displayed):
     """Casts that keep a component's residual stream in fp32.
 
+    The stream is the running sum that blocks add to. Paths are those of `module.named_modules()`.
+
     Attributes:
         cast_output_up: paths of the modules whose output is cast to fp32: they write to the stream.
         cast_input_down: paths of the modules that cast their fp32 inputs to fp16: they multiply.

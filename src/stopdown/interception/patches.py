@@ -27,6 +27,8 @@ _ABSENT = object()
 class Patches:
     """A stack of changes that are undone in reverse order; also a context manager.
 
+    Source: the idea is that of `monkeypatch` in pytest.
+
     Examples:
         >>> tensor = torch.tensor([1.0, 3.0])
         >>> with Patches() as patches:

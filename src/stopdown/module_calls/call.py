@@ -45,7 +45,11 @@ class ComponentCall:
     """One call of a component, or of another method that is intercepted.
 
     Attributes:
-        below: the function that continues the call: the next layer inwards, finally the method itself.
+        callee: the module, its method and the name of the call in records.
+        args: positional arguments, as the program passed them.
+        kwargs: keyword arguments.
+        below: the function that continues the call: the next layer inwards, finally the method itself. None
+            for a call that isn't being made, such as an example.
         made_up: whether the call was derived from another one, and not made by the program.
 
     Examples:

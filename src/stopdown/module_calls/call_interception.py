@@ -42,6 +42,9 @@ _Layers = tuple[tuple["Rank", Callee, Layer], ...]
 class Rank(enum.IntEnum):
     """The positions of layers around a call, innermost first; of the same rank, the later is outside.
 
+    `ENDS` is next to the module, `EXPONENTS` is called first. A program's own layer usually has `RECORD`:
+    it sees what the program passes and gets, repairs included.
+
     Examples:
         >>> Rank.PLAN < Rank.GUARD  # the guard is outside: it sees what the plan returns
         True
@@ -197,6 +200,18 @@ def _find_stack(found: object) -> _Stack | None:
 def intercept(callee: Callee, layer: Layer, patches: Patches, rank: Rank) -> None:
     """Route the calls of a component through `layer`, until `patches` is undone.
 
+    Code that is compiled later bypasses the layer, and so does code that is being traced.
+
+    Args:
+        callee: the module, its method and the name that the layer sees.
+        layer: receives each call as a `ComponentCall`; continues by `call.proceed()`, changed arguments
+            (`proceed_with`) or casts (`proceed_in`); and returns the output.
+        patches: undoing it removes the layer. Layers may be removed in any order.
+        rank: the layer is outside of those of a lower or the same rank, and inside of higher ones.
+
+    Raises:
+        AttributeError: if the module has no such method.
+
     Examples:
         >>> from stopdown.module_calls.callee import Callee
         >>> module = torch.nn.Linear(4, 2)
@@ -339,9 +354,21 @@ def put_cast(
     If a pipeline casts the component for one call (Stable Video Diffusion does so with its autoencoder),
     its new dtype is used.
 
+    Arguments such as timesteps and positions (`callee.keeps`) aren't cast. The output of a decoder, which
+    is the picture, keeps the dtype in which it is computed.
+
     Args:
+        callee: the module, its method and its stage.
         dtype: of most of its weights.
+        patches: undoing it ends the casts.
         as_plain: let arguments overflow to Inf as in any cast; False passes those on in fp32 (`entrances`).
+
+    Raises:
+        ScalingError: from a call, without `as_plain` and a guard, if an argument would overflow and the
+            component doesn't accept it in fp32.
+
+    Cost: a cast for each argument and output of another dtype. Without `as_plain`, a host read for each
+    argument tensor that is cast to fp16 and wasn't checked before.
 
     Examples:
         >>> from stopdown.module_calls.callee import Callee

@@ -95,14 +95,25 @@ def bound_call(
 ) -> Bounds:
     """Prove upper bounds of all activations of a captured call, from the weights alone, for every input.
 
+    Bounds are magnitudes of the activations without exponents.
+
     Args:
         capture: capture of the call in the dtype that it will run in.
-        load: returns a parameter by name, from a checkpoint or a module.
-        limits: largest magnitudes that the inputs are assumed to have.
-        blocks: tensors with blocks of channels that are bounded separately.
+        load: returns a parameter or buffer by name in a floating dtype, from a checkpoint or a module.
+        limits: largest magnitudes that the inputs are assumed to have, by their names in
+            `capture.inputs`. An input without a limit has no bound.
+        blocks: maps nodes of the graph to blocks of their channels that are bounded separately; `{}` for
+            none.
         loose: names of parameters with a larger error allowance for fp16 subnormals.
         before: bounds of the same call without loose parameters. If given, only the bounds that these
             affect are computed.
+
+    Returns:
+        The bounds. `.values` maps the name of each node to its bound, in float64 on the CPU, or to None:
+        `.peak` for elements, broadcastable to the activation, and `.largest` of these.
+
+    Source: interval arithmetic, and 2-norms of rows. `docs/certificates.md` proves each rule and lists the
+    assumptions.
 
     Cost: each weight is loaded about once, in the order of the graph, and read a few times.
 

@@ -49,8 +49,13 @@ from stopdown.scaling_records import ResidualStream, Scaling, Trial, describe_tr
 class Rescaling:
     """Powers of two that are folded into a module's weights; `undo` removes them and restores every bit.
 
-    `cast_(module, torch.float16, rescaling)` casts it to fp16. `.trial` has the error against fp32
-    after that.
+    `rescale_` and `fold_scaling` return it. `cast_(module, torch.float16, rescaling)` casts the module to
+    fp16. `.trial` has the error against fp32 after that.
+
+    Args:
+        module: module whose weights are scaled, `.module`.
+        scaling: the powers of two, as plain data for a file, `.scaling`.
+        patches: the changes that `undo` reverts.
 
     Examples:
         >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
@@ -131,7 +136,11 @@ class Rescaling:
 def read_headroom(scaling: Scaling) -> float:
     """Return how many bits a scaling leaves between the largest 16-bit value and the format's maximum.
 
-    It is infinite if nothing was measured.
+    Args:
+        scaling: result of a search, `rescaling.scaling`.
+
+    Returns:
+        log2(maximum / largest value): 1.0 if values could be twice as large. Inf if nothing was measured.
 
     Examples:
         >>> read_headroom(Scaling(headroom_bits=2.5)), read_headroom(Scaling())
@@ -152,13 +161,21 @@ def load_scaled(
     fp32 on the way, and the stored values are not kept.
 
     Args:
+        module: module with the checkpoint's weights, in any floating dtype; it is changed in place.
         dtype: dtype of the weights, except those that the scaling keeps in fp32.
+        scaling: powers of two and casts, found for this checkpoint.
         put: sets each parameter and buffer to its `StoredWeight`; `wait_` leaves parameters in their
             files, for a `WeightStore` to read.
 
     Returns:
         The changes. Undoing them leaves fp32 weights that equal the stored ones up to rounding to
         `dtype`.
+
+    Raises:
+        ScalingError: if the module lacks a name in the scaling. Weights may be cast already, so check a
+            scaling from elsewhere with `list_misfits` first.
+
+    Cost: one more weight in memory.
 
     Examples:
         >>> module = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
@@ -190,10 +207,21 @@ def _unfold(module: torch.nn.Module, exponents: Mapping[str, int]) -> None:
 def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:
     """Multiply a module's weights and eps by a scaling's powers of two, in place; dtypes stay.
 
-    In fp32 the module returns the same values as before, bit for bit.
+    In fp32 the module returns the same values as before, bit for bit, if the scaling was found for it.
+
+    Args:
+        module: module with unscaled weights, in any floating dtype; in fp16, values that become
+            subnormal are rounded.
+        scaling: powers of two, of `rescale_`, `scale_calls` or a file.
+
+    Returns:
+        The scaling on its module, for `cast_`; `.undo()` restores every bit.
 
     Raises:
         ScalingError: if the module lacks a name in the scaling. Nothing was changed.
+
+    Cost: a pass over each weight that is scaled. A copy is kept of those that multiplying back wouldn't
+    restore.
 
     Examples:
         >>> module = torch.nn.Linear(4, 4)
@@ -237,6 +265,13 @@ def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
 
     The module must be unscaled. An entry doesn't fit if the module lacks its name, if its tensor wouldn't
     be finite after the cast, or if the cast would turn a whole matrix into zeros.
+
+    Args:
+        module: unscaled module, in any floating dtype; on `meta` only its names are compared.
+        scaling: powers of two and casts from a file or another checkpoint.
+
+    Returns:
+        Clauses such as "it has no module proj"; none if everything fits.
 
     Cost: a pass over each tensor that is folded, and a host read.
 
@@ -418,12 +453,21 @@ def cast_(
         output = module(*args_in_fp16)
 
     Args:
+        module: module to cast in place, in any floating dtype and on any device.
         dtype: a floating-point dtype or its name: `torch.float16`, `"fp16"`.
-        rescaling_or_plan: the result of `rescale_` for this module; None for a plain cast.
+        rescaling_or_plan: the result of `rescale_` for this module, or its `.scaling` once
+            `fold_scaling` has been called; None for a plain cast.
 
     Returns:
         The changes; `.undo()` restores every dtype, value and hook, and so does undoing the rescaling.
         They hold the old values: drop both to free them.
+
+    Raises:
+        InputError: if `module` isn't a module, or is a TorchScript module.
+        OptionError: if `dtype` isn't a floating-point dtype, or the rescaling is another module's.
+        ScalingError: if the module lacks a name in the scaling. Nothing was changed.
+
+    Cost: a second copy of the weights until the changes are dropped.
 
     Examples:
         >>> module = torch.nn.Linear(4, 4)
@@ -477,6 +521,12 @@ def has_more_than_folds(scaling: Scaling) -> bool:
     """Return whether a scaling needs hooks or casts at run time, which a weight file can't hold.
 
     An eps doesn't count.
+
+    Args:
+        scaling: result of a search, `rescaling.scaling`.
+
+    Returns:
+        False if the scaled weights can be saved, and loaded by programs without Stopdown.
 
     Examples:
         >>> has_more_than_folds(Scaling(exponents={"proj.weight": -3}))

@@ -46,10 +46,18 @@ def scale_calls(
     exponents.
 
     Args:
-        kinds: calls in groups; those in one group run the same graph.
+        module: module in any floating dtype, with finite weights; it is left unchanged.
+        kinds: calls (function, args, kwargs) in groups; those in one group run the same graph. The
+            function is the module or a bound method, and floating tensors have the module's dtype.
         residual: dtype of the residual stream, `native` or `fp32`.
-        ranges: `measured`, `bound` or `auto`.
+        ranges: `measured`, `bound` or `auto`, as for `rescale_`.
         verify: run the first call of each group with the exponents, as `try_scaling` does.
+
+    Returns:
+        The scaling, for `fold_scaling` and `cast_`. Its `trial` has fp16's and bf16's error if `verify` is
+        set.
+
+    Source: an integer program, which HiGHS solves through `scipy.optimize.milp`.
 
     Raises:
         CaptureError: if the code can't be traced, and hooks don't suffice either.

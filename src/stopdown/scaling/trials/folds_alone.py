@@ -30,6 +30,12 @@ from stopdown.scaling_records import Scaling
 class FoldsAlone:
     """Measured calls of one module, and the exponents for them that folding alone can give.
 
+    Weights scaled by these can be saved, and run in fp16 in programs without Stopdown.
+
+    Args:
+        module: module with unscaled, finite weights in any floating dtype; it is left unchanged.
+        kinds: calls that were measured before; `measure` adds to them.
+
     Examples:
         >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
         >>> linear.weight[:] = 1e5 * torch.eye(4)

@@ -33,6 +33,10 @@ class ObservedCalls:
         residual: dtype of the residual stream: `native` (that of the module) or `fp32`.
         stream: casts that keep it in fp32; None before the first call, and for `native`.
 
+    Raises:
+        CaptureError: from `observe`, if the code can't be traced; `find_by_hooks` serves such modules.
+        ScalingError: from `find_exponents`, if no exponents keep the calls in range.
+
     Examples:
         >>> from stopdown.module_calls.callee import Callee
         >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)

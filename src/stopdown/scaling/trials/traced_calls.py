@@ -31,7 +31,13 @@ from stopdown.scaling_records import ResidualStream, Scaling
 class TracedCalls:
     """Example calls of one module, from whose graphs and weights exponents with proven bounds are found.
 
-    Each call is captured once.
+    Each call is captured once. The module isn't run and isn't changed.
+
+    Args:
+        module: module with weights in any floating dtype, or on `meta` if `certify` loads them from files.
+        made: example calls. Only shapes and dtypes of their tensors matter.
+
+    Source: `docs/certificates.md` has the bounds, their proofs and the assumptions.
 
     Examples:
         >>> from stopdown.module_calls.callee import Callee

@@ -84,7 +84,7 @@ from stopdown.scaling_records import Scaling
 
 @dataclass(frozen=True)
 class Refusal:
-    """A call for which the exponents don't hold.
+    """A call for which the exponents don't hold, as it is passed to `WatchOptions.repair`.
 
     Attributes:
         call: the call with its original arguments, but without NaN and Inf, which no exponents fix.
@@ -135,7 +135,8 @@ class WatchOptions:
 
     Attributes:
         name: component name in messages; "" for the module's class.
-        repair: repair by a guard; None to raise an error for calls for which the exponents don't hold.
+        repair: receives a `Refusal`, replaces or removes the module's exponents, and returns whether it
+            did; the call is then made again. None to raise a `ScalingError` instead.
         announce: receives each message for the user once.
         remedy: what a user can do about refused calls.
 
@@ -165,6 +166,20 @@ _thread = _Thread()
 class CallWatch(SameInCopies):
     """Checks each call of a rescaled module, and scales, repairs or refuses it if exponents don't hold.
 
+    `rescale_` puts one on; `CallWatch.watch` does so for exponents from elsewhere.
+
+    Args:
+        module: the module, before the exponents are folded in.
+        scaling: the exponents.
+        options: names, messages and repairs.
+        casts: whether the module is cast as well.
+
+    Raises:
+        ScalingError: from a call for which the exponents don't hold, if no repair is given.
+
+    Cost: for each call a comparison of its signature and sizes. A new signature is traced (seconds), new
+    sizes are run on tensors without values.
+
     Examples:
         >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
         >>> linear.weight[:] = 1e5 * torch.eye(4)
@@ -188,14 +203,7 @@ class CallWatch(SameInCopies):
         *,
         casts: bool = True,
     ) -> None:
-        """Prepare to check a module's calls; `put_on` starts.
-
-        Args:
-            module: the module, before the exponents are folded in.
-            scaling: the exponents.
-            options: names and repairs.
-            casts: whether the module is cast as well.
-        """
+        """Prepare to check a module's calls; `put_on` starts."""
         self.module, self.scaling, self._options, self._casts = module, scaling, options, casts
         self.known = KnownCalls(module, scaling)
         self.weights = FoldedWeights(module, scaling, self._name, casts=casts)
