@@ -65,6 +65,13 @@ class StopdownError(Exception):
         what: what was found, with values, and where. Whole sentences.
         expected: what was expected, and where that expectation comes from.
         remedy: what to type or do.
+
+    Examples:
+        >>> try:
+        ...     stopdown.resolve_source("./missing")
+        ... except stopdown.StopdownError as error:
+        ...     print(error.what, error.remedy)
+        There is no file or folder ./missing. Check the spelling and the current folder.
     """
 
     exit_code = 1
@@ -152,7 +159,19 @@ class PlanError(InputError):
 
 
 class StopdownWarning(UserWarning):
-    """Warning about a decision or repair that the user should know of."""
+    """Warning about a decision or repair that the user should know of.
+
+    Args:
+        text: whole sentences.
+
+    Examples:
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always", stopdown.StopdownWarning)
+        ...     stopdown.errors.warn_user("The VAE runs in fp32.")
+        >>> print(caught[0].category.__name__, caught[0].message)
+        StopdownWarning The VAE runs in fp32.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(make_printable(text))

@@ -170,6 +170,14 @@ def convert(
 
     Cost: one component in fp16 in memory if the plan can be written as it is. Otherwise the pipeline in
     fp32, a run for each of a few prompts, and captures as for `measure_plan`.
+
+    Examples:
+        >>> from stopdown.testing import save_pipeline
+        >>> folder = save_pipeline("sd", "model")  # a tiny Stable Diffusion
+        >>> plan = stopdown.make_plan(folder, residual="native")  # an fp32 stream needs Stopdown
+        >>> conversion = stopdown.convert(folder, "model-fp16", plan)
+        >>> [component.component for component in conversion.components]
+        ['text_encoder', 'unet', 'vae']
     """
     started = time.perf_counter()
     check_type(

@@ -276,6 +276,16 @@ def compare(
         SourceError: the model is missing, damaged or refused.
 
     Cost: a run for each prompt and precision; on disk, the latents of every step of one row.
+
+    Examples:
+        >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
+        >>> linear.weight[:] = 6e4 * torch.eye(4)
+        >>> module = torch.nn.Sequential(linear, torch.nn.LayerNorm(4))
+        >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+        >>> program = {"denoiser": module}
+        >>> compared = stopdown.compare(program, lambda: module(x), "fp32,fp16-plain,fp16")
+        >>> [(variant.name, variant.verdict) for variant in compared.variants]
+        [('fp32', 'reference'), ('fp16-plain', 'broken'), ('fp16', 'same')]
     """
     asked = check_request("compare", request) or Request()
     limits = thresholds or Thresholds()

@@ -62,6 +62,11 @@ def explain(subject: str | BaseException | Path) -> Diagnosis:
 
     Raises:
         InputError: the path cannot be read.
+
+    Examples:
+        >>> message = "RuntimeError: expected scalar type Half but found Float"
+        >>> stopdown.explain(message).fault
+        'dtype-mismatch'
     """
     if isinstance(subject, Path):
         return explain_file(subject)

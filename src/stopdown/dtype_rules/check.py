@@ -122,6 +122,13 @@ def check(
         SourceError: there is no such source, or a config does not describe its class.
         OptionError: the precision or the device is unknown, or `sums` was given with a plan.
         PlanError: the plan is damaged or belongs to another model.
+
+    Examples:
+        >>> module = torch.nn.Sequential(torch.nn.Linear(4, 4).half(), torch.nn.LayerNorm(4))
+        >>> x = torch.ones(1, 4).half()
+        >>> findings = stopdown.check({"denoiser": module}, device="v100", run=lambda: module(x))
+        >>> [(finding.kind, finding.module_path) for finding in findings]
+        [('mixed-parameters', 'denoiser:1')]
     """
     asked = None if precision is None else write_request(precision)
     validate_call("check", arguments, run)

@@ -114,6 +114,16 @@ def mend(
     Raises:
         InputError: `pipe` has no modules; or it is not a pipeline, and `run` is missing or calls none of
             its modules.
+
+    Examples:
+        >>> module = torch.nn.Sequential(torch.nn.Linear(4, 4).half(), torch.nn.LayerNorm(4))
+        >>> x = torch.ones(1, 4).half()
+        >>> mending = stopdown.mend({"denoiser": module}, device="v100", run=lambda: module(x))
+        >>> mending.done
+        ('denoiser: 2 parameters cast to fp16, as the rest.',)
+        >>> mending.undo()
+        >>> module[1].weight.dtype
+        torch.float32
     """
     find_components(pipe)  # refuses a name of a pipeline
     validate_call("mend", arguments, run)

@@ -116,6 +116,11 @@ class Request:
         seed: seed of the noise, which is drawn on the CPU so that it is the same on every device.
         arguments: further arguments of the pipeline's call, by the pipeline's names and passed unchanged;
             they override the other fields.
+
+    Examples:
+        >>> request = stopdown.Request("a red circle moving left", steps=20)
+        >>> request.seed, request.height  # the pipeline's own height
+        (0, None)
     """
 
     prompt: str | None = field(default=None, metadata=_say(str, "What to show.", "prompt"))

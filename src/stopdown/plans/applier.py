@@ -206,6 +206,16 @@ def apply_plan(pipe: Any, plan: Plan | str | Path, *, cast: bool = True) -> Appl
         PlanError: the plan doesn't belong to this pipeline; the message lists all differences. Nothing was
             changed.
         InputError: the file isn't a plan, or `pipe` has no modules.
+
+    Examples:
+        >>> module = torch.nn.Linear(4, 4)
+        >>> program = {"denoiser": module}
+        >>> plan = stopdown.make_plan(program, lambda: module(torch.ones(1, 4)))
+        >>> with stopdown.apply_plan(program, plan):
+        ...     module.weight.dtype
+        torch.float16
+        >>> module.weight.dtype
+        torch.float32
     """
     find_parts(pipe)
     plan = take_plan(plan)

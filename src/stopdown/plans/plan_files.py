@@ -77,15 +77,28 @@ def _compute_seal(text: str | bytes) -> str:
 
 
 def write_plan(plan: Plan, path: str | Path, *, numbered: bool = False) -> Path:
-    """Write a plan to a JSON file atomically, and return the file's path.
+    """Write a plan to a JSON file atomically.
 
     Args:
+        plan: as `make_plan` returns it.
         path: of a new file, or of another plan to replace.
         numbered: replace nothing; append the first free number to the name instead.
+
+    Returns:
+        The path that was written.
 
     Raises:
         InputError: `plan` isn't a `Plan`.
         OutputError: the file can't be written, or exists and isn't a plan.
+
+    Examples:
+        >>> module = torch.nn.Linear(4, 4)
+        >>> program = {"denoiser": module}
+        >>> plan = stopdown.make_plan(program, lambda: module(torch.ones(1, 4)))
+        >>> stopdown.write_plan(plan, "plan.json").name
+        'plan.json'
+        >>> stopdown.write_plan(plan, "plan.json", numbered=True).name
+        'plan-2.json'
     """
     if not isinstance(plan, Plan):
         raise InputError(
@@ -153,8 +166,19 @@ def take_plan(given: Plan | str | Path) -> Plan:
 def read_plan(path: str | Path) -> Plan:
     """Read a plan from a JSON file.
 
+    Args:
+        path: of a file that `write_plan` or `stopdown plan` wrote.
+
     Raises:
         PlanError: the file can't be read, isn't a plan, or was edited.
+
+    Examples:
+        >>> module = torch.nn.Linear(4, 4)
+        >>> program = {"denoiser": module}
+        >>> plan = stopdown.make_plan(program, lambda: module(torch.ones(1, 4)))
+        >>> path = stopdown.write_plan(plan, "plan.json")
+        >>> stopdown.read_plan(path) == plan
+        True
     """
     check_type(
         "A plan",

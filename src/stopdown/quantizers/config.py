@@ -39,6 +39,18 @@ class StopdownConfig(QuantizationConfigMixin):
         guard: put a guard on the model, as `model.stopdown_guard`.
         component: name of the plan's component for this model; "" for the one with the model's class.
         folded: the stored weights are scaled already, as Diffusers' `save_pretrained` writes them.
+        quant_method: `stopdown`, by which Diffusers and Transformers find this class in a stored config.
+
+    Examples:
+        >>> from diffusers import UNet2DConditionModel
+        >>> from stopdown.testing import save_pipeline
+        >>> folder = save_pipeline("sd", "model")  # a tiny Stable Diffusion
+        >>> unet = UNet2DConditionModel.from_pretrained(
+        ...     folder, subfolder="unet", dtype=torch.float16,
+        ...     quantization_config=stopdown.StopdownConfig(),
+        ... )
+        >>> unet.dtype
+        torch.float16
     """
 
     def __init__(

@@ -178,6 +178,19 @@ def quantization(
         PlanError: the plan is damaged or belongs to another checkpoint.
 
     Cost: without a plan, the first time for each checkpoint, one pass over its weights.
+
+    Examples:
+        >>> from diffusers import DiffusionPipeline
+        >>> from stopdown.testing import save_pipeline
+        >>> folder = save_pipeline("sd", "model")  # a tiny Stable Diffusion
+        >>> config = stopdown.quantization(folder)
+        >>> sorted(config.quant_mapping)
+        ['text_encoder', 'unet', 'vae']
+        >>> pipe = DiffusionPipeline.from_pretrained(
+        ...     folder, dtype=torch.float16, quantization_config=config
+        ... )
+        >>> pipe.unet.dtype
+        torch.float16
     """
     found = resolve_source(source, revision=revision, variant=variant)
     verify_source(found)

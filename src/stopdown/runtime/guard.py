@@ -334,6 +334,17 @@ def guard(
         each block's output. Per call of the pipeline, a pass over its result, and one host read for
         tensors. After a fault, an instrumented replay, and one run of the call for each repair that is
         tried.
+
+    Examples:
+        >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
+        >>> linear.weight[:] = 6e4 * torch.eye(4)
+        >>> module = torch.nn.Sequential(linear, torch.nn.LayerNorm(4))
+        >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+        >>> with stopdown.guard(module.half(), announce=lambda text: None) as guard:
+        ...     bool(module(x.half()).isfinite().all())  # without a guard, NaN
+        True
+        >>> guard.repairs[0].action, guard.repairs[0].module_path
+        ('rescaled', 'Sequential:0')
     """
     check_function("guard(announce=...)", announce, "announce=print", 1)
     check_function("guard(observer=...)", observer, "observer=print", 4)

@@ -69,6 +69,13 @@ def load(
         SourceError: the model is missing, damaged or refused.
         OptionError: the precision, the device or a part is unknown or does not work here.
         PlanError: the plan is damaged or belongs to another checkpoint.
+
+    Examples:
+        >>> pipe = stopdown.load("shapes", precision="fp32", device="cpu")
+        >>> pipe.transformer.dtype
+        torch.float32
+        >>> [decision.component for decision in pipe.stopdown_decisions]
+        ['text_encoder', 'transformer', 'vae.encode', 'vae.decode']
     """
     check_type(
         "load(guard=...)", guard, bool, "It is True or False.", "Use guard=False, or leave it out."

@@ -42,11 +42,22 @@ def make_plan(
             with fp16 matrix products; `native` leaves it.
         progress: called with stage, component, done and total.
 
+    Returns:
+        The plan, for `apply_plan`, `load(precision=plan)` and `write_plan`.
 
     Raises:
         OptionError: `run` was given with a source.
 
     Cost: captures (seconds), and one pass over the weights for each kind of call.
+
+    Examples:
+        >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
+        >>> linear.weight[:] = 6e4 * torch.eye(4)
+        >>> module = torch.nn.Sequential(linear, torch.nn.LayerNorm(4))
+        >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+        >>> plan = stopdown.make_plan({"denoiser": module}, lambda: module(x))
+        >>> [(entry.component, entry.precision) for entry in plan.components]
+        [('denoiser', 'fp16')]
     """
     check_function("make_plan(progress=...)", progress, "progress=print", 4)
     check_function("make_plan(run=...)", run, "run=lambda: model(x)")
@@ -87,6 +98,18 @@ def fp16(program: Any, *args: Any, **kwargs: Any) -> Guard:
 
     Cost: as `certify_program`, or as `measure_plan` for a module; a copy of the weights stays in memory
     while the guard is active.
+
+    Examples:
+        >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
+        >>> linear.weight[:] = 6e4 * torch.eye(4)
+        >>> module = torch.nn.Sequential(linear, torch.nn.LayerNorm(4))
+        >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+        >>> guard = stopdown.fp16(module, x)
+        >>> linear.weight.dtype, bool(module(x).isfinite().all())
+        (torch.float16, True)
+        >>> guard.remove()
+        >>> linear.weight.dtype
+        torch.float32
     """
     find_components(program)  # refuses what holds no module, and names
     if runs_by_call(program):

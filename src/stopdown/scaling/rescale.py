@@ -60,7 +60,9 @@ def rescale_(
     buffers: the next call of a module that was cast so raises an error.
 
     Args:
-        args: positional arguments of a call of the module itself; a tensor counts as the only one.
+        module: module in fp32 or as its weights are stored, on any device; changed in place.
+        args: positional arguments of a call of the module itself; a tensor counts as the only one. Floating
+            tensors have the module's dtype.
         kwargs: its keyword arguments.
         calls: further calls, or calls of its methods: (module.decode, (latents,), {}).
         residual: `fp32` keeps sums and norms in fp32 after the cast, and matrix products in fp16. If
@@ -74,6 +76,12 @@ def rescale_(
             reason why there is none. Code that doesn't run with its exponents is tried with as much of
             it in fp16 as hooks find possible; the scaling's `note` reports that.
         cast: also cast it, as `cast_` does; undoing the result undoes both.
+
+    Returns:
+        The powers of two on the module; `.undo()` restores every bit.
+
+    Source: scaling by powers of two against overflow is standard in numerical linear algebra
+    (equilibration); `docs/rescaling.md` has the method and its limits.
 
     Raises:
         CaptureError: if the code can't be traced.

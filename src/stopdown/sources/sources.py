@@ -74,6 +74,11 @@ def resolve_source(
         SourceError: there is no such model, its index is refused, or the libraries that load it are too
             old.
         OptionError: a revision or a config was given that does not apply to this kind of source.
+
+    Examples:
+        >>> source = stopdown.resolve_source("shapes")
+        >>> source.kind, source.pipeline_class
+        ('bundled', 'CogVideoXPipeline')
     """
     check_libraries()
     if not isinstance(source, (str, Path)):
