@@ -422,7 +422,7 @@ def test_a_check_judges_what_auto_would_do(run: Any, here: Path) -> None:
     """On a V100 fp16 by a plan, and not the stored bf16, which nobody would run there."""
     code, out, _ = run("check", "shapes", "--device", "v100")
     shown = " ".join(out.split())
-    assert "Checked in fp16 with an automatic plan, because " in shown
+    assert "By default it runs in fp16 with an automatic plan, because " in shown
     assert "transformer fp16" in shown
     assert (code, "range-unplanned" in shown) == (0, False)
 

@@ -113,7 +113,7 @@ class BatchOptions(RunOptions, ModelOptions):
         str | None,
         typer.Option(
             help=(
-                "Make each worker stay within this much device memory, such as 8GiB. By "
+                "Limit each worker to this much device memory, such as 8GiB. By "
                 "default, all of its device's memory. none keeps all weights on the device."
             )
         ),

@@ -268,9 +268,7 @@ def print_check(record: CheckRecord, console: Console, *, precision: str = "auto
     chosen = ", ".join(f"{name} {entry}" for name, entry in record.precisions.items())
     show()
     if chosen:
-        show(f"Checked: {chosen}")
-    if record.judged:
-        show(record.judged)
+        show(" ".join(filter(None, (f"Checked: {chosen}.", record.judged))))
     for line in record.mended:
         show(("mended ", "bold"), line)
     _print_findings(record.findings, console)

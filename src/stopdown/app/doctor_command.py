@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DoctorOptions(CommandOptions):
-    """Show this machine's precisions and which models fit.
+    """Show which precisions and models suit this machine.
 
     The answer comes first; costs and known problems follow.
 

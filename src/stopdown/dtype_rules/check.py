@@ -395,13 +395,13 @@ def choose_auto(source: Source, device: str | None) -> tuple[str, str]:
     profile = find_device_target(device or "auto")[1]
     facts = gather_facts(source)
     if not all(fact.stored for fact in facts):
-        return "auto", "Checked as it is stored, which its configs alone do not say."
+        return "auto", "Checked as stored; the configs alone don't say in which format."
     if reason := explain_plan(facts, profile.supports):
-        return "fp16", f"Checked in fp16 with an automatic plan, because {reason}."
+        return "fp16", f"By default it runs in fp16 with an automatic plan, because {reason}."
     decisions = decide(facts, profile.supports, "auto")
     return (
         ",".join(f"{one.component}={one.precision}" for one in decisions),
-        "Checked as auto would run it.",
+        "These are the defaults on this device.",
     )
 
 
