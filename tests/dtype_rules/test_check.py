@@ -16,7 +16,6 @@ from models.pipeline_calls import CALLS
 from models.single_file_layout import save_single_file
 from models.snapshots import assert_untouched
 from stopdown import check, mend
-from stopdown.devices import device_profiles as profiles
 from stopdown.dtype_rules.check import find_weightless_source, inspect_pipeline
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.loader import load_pipeline
@@ -127,37 +126,6 @@ def test_an_unknown_component_is_refused() -> None:
     ) as error:
         check(make_pipeline("cogvideox"), precision="unet=fp16")
     assert "The model has no component 'unet'." in str(error.value)
-
-
-def make_odd_bias() -> Any:
-    """A tiny Stable Diffusion in fp16, the bias of one transposed convolution in bf16."""
-    pipe = make_pipeline("sd", dtype=torch.float16)
-    pipe.vae.post_quant_conv = torch.nn.ConvTranspose2d(4, 4, 1).half()
-    pipe.vae.post_quant_conv.bias.data = pipe.vae.post_quant_conv.bias.data.bfloat16()
-    return pipe
-
-
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize(
-    ("device", "onednn", "is_refused"),
-    [
-        ("cpu-amx", None, True),
-        ("cpu-generic", None, False),
-        ("cpu", ("fp32", "bf16", "fp16"), True),
-        ("cpu", ("fp32", "bf16"), False),
-    ],
-)
-def test_a_processor_is_judged_by_its_instruction_sets(
-    monkeypatch: pytest.MonkeyPatch, device: str, onednn: tuple[str, ...], is_refused: bool
-) -> None:
-    """Where oneDNN takes fp16, a bias in bf16 is refused; elsewhere PyTorch takes it."""
-    monkeypatch.setattr(profiles, "read_onednn_formats", lambda: onednn)
-    call = {**CALLS["sd"], "num_inference_steps": 1}
-    found = [
-        f for f in check(make_odd_bias(), device=device, arguments=call) if "conv" in f.module_path
-    ]
-    errors = [(f.module_path, f.kind) for f in found if f.severity == "error"]
-    assert errors == ([("vae:post_quant_conv", "mixed-parameters")] if is_refused else [])
 
 
 @pytest.mark.thorough

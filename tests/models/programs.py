@@ -192,6 +192,13 @@ def make_program(kind: str, dtype: torch.dtype = torch.float32) -> Program:
     )
 
 
+def make_half(kind: str) -> Program:
+    """A program in fp32 with its denoiser in fp16: its sampler hands over noise in fp32."""
+    program = make_program(kind)
+    program.unet.half()
+    return program
+
+
 def decode(vae: FirstStage, z: torch.Tensor) -> torch.Tensor:
     """Without gradients, as programs do."""
     with torch.no_grad():

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from models.programs import KINDS, FirstStage, Program, UNet, make_faulty, make_program, sample
+from models.programs import KINDS, FirstStage, UNet, make_faulty, make_half, make_program
 from models.snapshots import assert_untouched
 from stopdown import apply_plan, check, make_plan, mend
 from stopdown.dtype_rules import check as check_module
-from stopdown.dtype_rules import inspection
 from stopdown.errors import InputError, OptionError
 from stopdown.records import Finding
 from stopdown.testing import make_pipeline
@@ -40,13 +39,6 @@ def test_a_healthy_program_has_no_finding(kind: str) -> None:
     assert set(checked.seen.callees) - {program.component} == others.get(kind, set())
 
 
-def make_half(kind: str) -> Program:
-    """A program in fp32 with its denoiser in fp16: its sampler hands over noise in fp32."""
-    program = make_program(kind)
-    program.unet.half()
-    return program
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_dtype_at_a_call_is_found_and_mended(kind: str) -> None:
     """The call that will be refused is named; mended it runs near fp32, and comes off."""
@@ -66,13 +58,6 @@ def test_another_dtype_at_a_call_is_found_and_mended(kind: str) -> None:
         torch.testing.assert_close(output, expected, rtol=0.01, atol=0.01)
         with pytest.raises(RuntimeError, match="must have the same dtype"):
             program.run()
-
-
-def test_with_the_rules_off_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above sees the detector: without its judge it would find nothing."""
-    monkeypatch.setattr(inspection.Judge, "__call__", lambda self, step: False)
-    program = make_half("module")
-    assert check(program.given, device="v100", run=program.run) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -189,40 +174,6 @@ def test_autocast_that_a_program_enters_by_itself_is_read() -> None:
         assert run().dtype == torch.float32
 
 
-def test_a_module_called_by_itself_and_inside_of_another_has_two_names() -> None:
-    """Both calls are judged, each by the path that it is called by."""
-    program = make_half("engine")
-
-    def run() -> None:
-        program.unet(torch.randn(1, 4, 8).half(), torch.ones(1))
-        program.run()
-
-    found = check(program.given, device="v100", run=run)
-    assert list_kinds(found) == [("boundary", "model:diffusion_model.blocks.0.up")]
-
-
-def test_compiled_code_is_judged_as_the_code_that_was_compiled() -> None:
-    """A module that torch.compile wraps is looked at inside."""
-    program = make_half("module")
-    compiled: Any = torch.compile(program.given, backend="eager")
-    found = check({"unet": compiled}, device="v100", run=lambda: sample(compiled, torch.float32))
-    assert list_kinds(found) == [("boundary", "unet:blocks.0.up")]
-
-
-def test_what_stops_a_program_without_values_is_said() -> None:
-    """The calls before it are judged; what its own code raised is a note, with no word of pipelines."""
-    program = make_program("module")
-
-    def run() -> None:
-        program.run()
-        raise ZeroDivisionError("of zeros")
-
-    (found,) = check(program.given, device="v100", run=run)
-    assert (found.kind, found.severity) == ("unchecked", "note")
-    assert found.evidence == "Its code stopped without values: ZeroDivisionError: of zeros"
-    assert found.remedy == "Run it once with its weights and a watch on every call: stopdown.guard."
-
-
 def test_bad_input_is_refused() -> None:
     """One message each: nobody knows how it runs, nothing is called, and options of pipelines."""
     program = make_program("engine")
@@ -241,22 +192,6 @@ def test_bad_input_is_refused() -> None:
         check(object(), run=lambda: None)
     with pytest.raises(InputError, match="runs it was given for the source shapes"):
         check("shapes", run=lambda: None)
-
-
-def test_an_outer_product_by_einsum_takes_two_dtypes() -> None:
-    """PyTorch brings its operands to one; where a letter is summed over, it refuses them."""
-
-    class Table(torch.nn.Module):
-        def forward(self, x: torch.Tensor, equation: str) -> torch.Tensor:
-            return torch.einsum(equation, x, torch.ones(4, 4, dtype=torch.float64))
-
-    table, x = Table(), torch.ones(4)
-    assert table(x, "a,bc->abc").dtype == torch.float64
-    assert check(table, device="cpu", run=lambda: table(x, "a,bc->abc")) == []
-    with pytest.raises(RuntimeError, match="expected scalar type"):
-        table(x, "a,ac->c")
-    (found,) = check(table, device="cpu", run=lambda: table(x, "a,ac->c"))
-    assert (found.kind, found.severity) == ("boundary", "error")
 
 
 @pytest.mark.usefixtures("simulated")
