@@ -1,4 +1,4 @@
-"""How long answers take: each command in a process of its own, start-up and imports included.
+"""How long answers take: each command in its own process, with start-up and imports.
 
 Every case is a fresh process, in turns, so that what else the machine does meets all of them. A loop of
 plain Python is timed before each: where it takes longer than the shortest, so does everything beside it.

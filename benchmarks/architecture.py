@@ -1,4 +1,4 @@
-"""Count the modules and records that four requests pass through, and what a reader of the package meets.
+"""Modules and records that four requests pass through, and what a reader of the package has to know.
 
 `on the way` are the modules whose functions stand on the call stack when a request reaches its goal: what a
 reader follows down. `entered` are all whose functions were called by then, `records` the classes of the

@@ -1,4 +1,4 @@
-"""Attacks on running programs, as counts: threads, with faults in the middle; signals; kills; pairs.
+"""Stress tests of running programs, as counts: threads with faults, signals, kills and pairs.
 
     python benchmarks/attacks.py            # all of them
     python benchmarks/attacks.py threads

@@ -1,4 +1,4 @@
-"""Planted faults: what `check` finds and when, beside Diffusers, Accelerate, PyTorch and Transformers.
+"""Planted faults: what `check` finds and when, next to Diffusers, Accelerate, PyTorch and Transformers.
 
 The faults are those of `models/check_faults.py`. Each is checked without weights where they are not its
 cause; then each peer gets the same pipeline with weights and says what it says:

@@ -1,4 +1,4 @@
-"""What rounding costs in a deep transformer, by where it is done: does an fp32 residual stream pay?
+"""What rounding costs in a deep transformer, by where it happens: is an fp32 residual stream worth it?
 
 CogVideoX's transformer with random weights, small and within fp16's range, of several depths. Its
 call is captured as it would run in 16 bits, with the residual stream as it is and in fp32; the graph

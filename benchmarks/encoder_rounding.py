@@ -1,4 +1,4 @@
-"""Which rounding costs in the text encoder of the bundled model, with words that it knows and others.
+"""Which roundings matter in the bundled model's text encoder, for words that it knows and for others.
 
 The encoder runs in fp32, and one kind of value is rounded to 11 significant bits, as fp16 has: weights,
 what queries, keys, values, outputs and feed-forward layers give, norms, the stream, scores. The error

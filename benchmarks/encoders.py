@@ -1,4 +1,4 @@
-"""Text and image encoders that pipelines of Diffusers name: rescaled, in fp16 and certified.
+"""Text and image encoders of Diffusers' pipelines: rescaled, in fp16 and certified.
 
 The classes are read from the annotations of the pipelines (`models/encoder_models.py`). Each is built tiny
 with random weights and called as pipelines do: without a mask, with one of two prompts padded on the right

@@ -1,4 +1,4 @@
-"""Error of the latents step by step: what a format loses, and what the sampler makes of it.
+"""Error of the latents after each step: what a format loses, and how the sampler changes it.
 
 The bundled pipeline makes each prompt with the same noise in fp32 and in others, with and without
 guidance; after each step the latents are compared with fp32's. Beside bf16 and fp16 by a plan run

@@ -1,4 +1,4 @@
-"""Every pipeline of Diffusers through `generate` on a simulated T4, without a flag of precision.
+"""Every pipeline of Diffusers through `generate` on a simulated T4, without a precision flag.
 
 Each row takes a pipeline class with the tiny components and the arguments that Diffusers' own tests have,
 makes its denoiser overflow in fp16, saves it in bf16, and gives the folder to `stopdown generate` with its

@@ -1,4 +1,4 @@
-"""How many reported failures `stopdown explain` sorts into the class that they were sorted into by hand.
+"""How often `stopdown explain` puts a reported failure into the class that a person chose.
 
     python benchmarks/explain.py
     python benchmarks/explain.py --reports reports.json

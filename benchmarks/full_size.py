@@ -1,4 +1,4 @@
-"""Capture and solve at full size, without weights: time and memory, each class in a process of its own.
+"""Capture and solve at full size, without weights: time and memory, each class in its own process.
 
 The module is built from its public config on fake tensors in fp16, one call at the size that its
 authors recommend is captured, and exponents are solved for. Without weights there is nothing to

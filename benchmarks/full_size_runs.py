@@ -1,4 +1,4 @@
-"""Checkpoints of full size, run: fp32, bf16, plain fp16, fp16 by measured plans and by certificates.
+"""Full-size checkpoints in fp32, bf16, plain fp16, and fp16 with measured plans and certificates.
 
 A folder with the real configuration of one component is written, every layer at its full width, weights
 in bf16; the other components are tiny. Weights are drawn, with the magnitudes that users reported:

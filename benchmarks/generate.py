@@ -1,4 +1,4 @@
-"""Stopdown's own share of a run: the same pipeline call plain and guarded, in turns, in one process.
+"""Stopdown's overhead: the same pipeline call, plain and guarded, in turns in one process.
 
 Two figures come out. The *own share* is the time that Stopdown's code measured around the very calls
 that Diffusers made, over the whole of a run. The *paired ratio* is the wall time of a guarded run over

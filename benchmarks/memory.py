@@ -1,4 +1,4 @@
-"""Predicted and measured peaks of every strategy, their times, and published figures beside predictions.
+"""Predicted and measured peaks of every strategy, their times, and published figures for comparison.
 
 Four parts, each kept in the results by itself:
 

@@ -1,4 +1,4 @@
-"""Peaks of offloading: Stopdown's placements beside Diffusers' and Accelerate's hooks, on one pipeline.
+"""Peaks of offloading: Stopdown's placements and the hooks of Diffusers and Accelerate, on one pipeline.
 
 A tiny pipeline runs on the simulated device of the tests, which counts each byte that is allocated.
 Weights are in fp16 in host memory before each run; `exact` says whether the picture has the bits of the

@@ -1,4 +1,4 @@
-"""Ordinary scripts by plain Python and under `stopdown run`, each in a fresh interpreter: what differs.
+"""Ordinary scripts with plain Python and with `stopdown run`, each in a fresh interpreter: what differs.
 
     python benchmarks/run.py plain_scripts
 

@@ -1,4 +1,4 @@
-"""How long a plan takes: with the code of an earlier commit, and with that of now.
+"""How long a plan takes, with the code of an earlier commit and with today's.
 
 The folder has CogVideoX-5B's layers at an eighth of their width and random weights. Each plan is made in a
 fresh process, without a plan that was kept, in turns; processor seconds are those of that process.

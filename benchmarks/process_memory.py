@@ -1,4 +1,4 @@
-"""Anonymous memory of a process: of a run within a limit on a CPU, and from repair to repair.
+"""Anonymous memory of a process: during a run within a limit on a CPU, and from repair to repair.
 
     python benchmarks/process_memory.py runs          # 5 GB of memory and of disk
     python benchmarks/process_memory.py runs --only shapes

@@ -1,4 +1,4 @@
-"""Rescaling over the classes of programs that are no Diffusers pipelines, taken from their checkouts.
+"""Rescaling of the classes of programs without Diffusers pipelines, taken from their checkouts.
 
 Each class is built tiny with random weights (`tests/models/foreign_models.py`), made to overflow fp16 in
 the ways that its architecture has, and brought to fp16 by `rescale_` and `cast_`, as a user would:

@@ -1,4 +1,4 @@
-"""Scripts that others published, run unedited: as they are, and by `stopdown run`.
+"""Published scripts, run unedited with plain Python and with `stopdown run`.
 
     git clone https://github.com/zai-org/CogVideo cogvideo
     git -C cogvideo checkout e519eced782c08db81f45e5eb40baa45958087ae

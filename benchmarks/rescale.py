@@ -1,4 +1,4 @@
-"""Rescaling over the classes that users run: exact in fp32, and how near fp16 comes to fp32.
+"""Rescaling of the classes that users run: bit-identical in fp32, and the error in fp16.
 
 Each class is built tiny with random weights (`tests/models/rescaling_models.py`), made to overflow fp16 in
 the ways that its architecture has, and run as it is in fp32, bf16 and fp16, with every module's

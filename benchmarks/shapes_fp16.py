@@ -1,4 +1,4 @@
-"""The whole bundled pipeline in pure fp16 by a plan: error, score and finite values over many prompts.
+"""The whole bundled pipeline in pure fp16 with a plan: error, score and finite values over many prompts.
 
 A plan is made from its own prompts, then each prompt runs in fp32, bf16 and planned fp16 with the
 same noise, in turns. Errors are those of the pixels against fp32's; the checker of `training/` reads

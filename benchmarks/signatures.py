@@ -1,4 +1,4 @@
-"""Calls with other arguments than those that exponents were found for, against fp32 and beside bf16.
+"""Calls whose arguments differ from those that exponents were found for: errors against fp32, and bf16's.
 
 Tiny models of 24 classes overflow in fp16. Exponents are found for one call: in a plan, as a repair of the
 guard, and as both. Then each optional input and output that the class takes is given by itself (`--table`),

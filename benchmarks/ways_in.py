@@ -1,4 +1,4 @@
-"""The table of ways in beside changes, all of it: cells by verdict, and each cell's error beside bf16's.
+"""Every way to load a model combined with every change to it: verdicts, and errors next to bf16's.
 
 python benchmarks/ways_in.py                  # all cells (an hour)
 python benchmarks/ways_in.py --models sdxl --ways fp16 guard

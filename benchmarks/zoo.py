@@ -1,4 +1,4 @@
-"""Rescaling over the classes of Diffusers' own tests: other configurations than ours, drawn at random.
+"""Rescaling of the classes in Diffusers' own tests, with configurations drawn at random.
 
 Each draw takes a class with the configuration and arguments that Diffusers tests it with, random weights
 by its seed, and one of the ways in which its weights make it overflow fp16, by a random number of bits.
