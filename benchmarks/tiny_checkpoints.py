@@ -172,6 +172,19 @@ def make_large_patch_processor() -> Any:
     )
 
 
+def make_glm_processor(kind: type) -> Any:
+    """A `GlmImageProcessor`, whose tokenizer knows the marks of grids and of generated pictures."""
+    from transformers import GlmImageImageProcessor
+
+    marks = {"image_token": "<|image|>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"}
+    tokenizer = make_byte_tokenizer(bos_token="<|dit_token_16384|>", extra_special_tokens=marks)
+    tokenizer.chat_template = CHAT
+    size = {"min_pixels": 28 * 28, "max_pixels": 56 * 56}
+    return kind(
+        image_processor=GlmImageImageProcessor(**size), tokenizer=tokenizer, chat_template=CHAT
+    )
+
+
 def make_t5_config() -> Any:
     """What the Hub's tiny T5 has."""
     from transformers import T5Config
@@ -260,6 +273,8 @@ def _make_part(kind: type, source: str, **options: Any) -> Any:
         return make_t5_config()
     if "Tokenizer" in name:
         return _make_tokenizer(kind, where, taken)
+    if name == "GlmImageProcessor":
+        return make_glm_processor(kind)
     if name.endswith("ImageProcessor") or name.endswith("FeatureExtractor"):
         left = {k: x for k, x in options.items() if k not in ("subfolder",)}
         if name == "DPTImageProcessor":
