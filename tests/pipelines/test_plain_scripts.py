@@ -149,11 +149,12 @@ def run_words(
 
 
 def judge(row: Row, plain: Ended, guarded: Ended) -> None:
-    """Both ended alike, and nothing but what a row says was said of faults."""
+    """Both ended alike, and what a row says was said of faults, and nothing else."""
     assert (guarded.stdout, guarded.code) == (plain.stdout, plain.code), guarded.stderr
     ours = [x for x in guarded.stderr.splitlines() if x.startswith("stopdown: ")]
     told = [x for x in ours if "not repaired" in x.lower() or "could not" in x]
     assert row.says or not told, ours
+    assert not row.says or any(row.says in x for x in ours), guarded.stderr
     assert all(row.says in x or "Not repaired:" in x for x in told), ours
     if not isinstance(plain.code, str) and "Traceback" in plain.stderr:
         assert "stopdown/" not in guarded.stderr

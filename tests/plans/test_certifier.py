@@ -12,6 +12,7 @@ from stopdown.plans import certified as certified_module
 from stopdown.plans import certifier
 from stopdown.plans.certified import Scope, certify_plan
 from stopdown.records import ComponentPlan, Plan
+from stopdown.sources.source import Source
 from stopdown.sources.sources import resolve_source
 
 
@@ -77,6 +78,18 @@ def test_threads_of_a_process_that_ended_are_taken(
         assert torch.get_num_threads() == 1
         beside._process.wait(timeout=60)
         assert len(load("weight")) == 2
+
+
+def test_a_task_may_be_longer_than_an_argument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names that no system takes as one argument all reach the process."""
+    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.setattr(certifier, "PROGRAM", "processes.counted_task")
+    names = [f"component_{number:05}" for number in range(20_000)]  # Linux takes 131,072 bytes
+    with certifier.Certifier(Source("model", tmp_path, "folder"), names, "native") as beside:
+        beside.wait(None)
+    assert beside._told == ("counted", "components", 20_000, 20_000)
 
 
 @pytest.mark.parametrize(
