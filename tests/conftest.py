@@ -41,7 +41,7 @@ def pytest_configure() -> None:
 
 LONGEST = (
     *("docs/test_pages.py", "quantizers/test_loading.py"),
-    *("plans/test_certified.py", "batch/test_worker.py"),
+    *("plans/test_certified.py", "batch/test_pools.py"),
     *("device/test_bench.py", "device/test_commands_on_device.py"),
 )
 """Files that begin first: with one file a worker the last one to begin decides when all is over."""
@@ -287,6 +287,21 @@ def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return testing.save_pipeline(name, folder, dtype=dtype, overflow=overflow)
 
     return save
+
+
+@pytest.fixture
+def tiny(save_tiny: Callable[..., Path]) -> str:
+    """A tiny CogVideoX, which is loaded in no time."""
+    return str(save_tiny("cogvideox", "fp32"))
+
+
+@pytest.fixture
+def prompts_here(here: Path) -> Path:
+    """The folder that commands run in, with three prompts in prompts.txt."""
+    from models.batches import PROMPTS
+
+    (here / "prompts.txt").write_text(PROMPTS)
+    return here
 
 
 @pytest.fixture(scope="session")

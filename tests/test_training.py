@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import train_autoencoder
 import train_denoiser
 from train_autoencoder import Cycle
+from training_state import find_cycle
 
 
 def read_model(path: Path, key: str = "model") -> dict[str, torch.Tensor]:
@@ -21,6 +22,15 @@ def is_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> 
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_step_belongs_to_the_cycle_that_it_falls_into() -> None:
+    """Steps are counted from 0 in each; behind the last one there is none."""
+    first, second = (Cycle(steps, 0, 1.0, (14.0, 18.0)) for steps in (2, 3))
+    found = [find_cycle((first, second), step) for step in range(5)]
+    assert found == [(first, 0), (first, 1), (second, 0), (second, 1), (second, 2)]
+    with pytest.raises(ValueError, match="behind the last cycle"):
+        find_cycle((first, second), 5)
+
+
 @pytest.mark.thorough
 def test_autoencoder_training_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps, a stop and two more give the same weights as four steps at a stretch."""
@@ -28,7 +38,7 @@ def test_autoencoder_training_restarts(tmp_path: Path, monkeypatch: pytest.Monke
     train_autoencoder.train(tmp_path / "whole", batch=1, seed=0, every=4)
     monkeypatch.setattr(train_autoencoder, "CYCLES", (Cycle(2, 0, 1.0, (14.0, 18.0)),))
     monkeypatch.setattr(
-        train_autoencoder, "find_cycle", lambda step: (Cycle(4, 1, 1.0, (14.0, 18.0)), step)
+        train_autoencoder, "find_cycle", lambda _, step: (Cycle(4, 1, 1.0, (14.0, 18.0)), step)
     )
     train_autoencoder.train(tmp_path / "parts", batch=1, seed=0, every=2)
     monkeypatch.setattr(train_autoencoder, "CYCLES", (Cycle(4, 1, 1.0, (14.0, 18.0)),))

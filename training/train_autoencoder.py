@@ -26,7 +26,7 @@ from torch import nn
 
 from muon import Muon
 from scenes import draw_any
-from training_state import restore, schedule, store
+from training_state import find_cycle, restore, schedule, store
 
 EPS = 1e-6 * 2.0**-28
 CONFIG = {
@@ -83,15 +83,6 @@ def ease_start(vae: AutoencoderKLCogVideoX) -> None:
             module.conv.bias.fill_(1.0)
 
 
-def find_cycle(step: int) -> tuple[Cycle, int]:
-    """The cycle that a step belongs to, and the step's number inside it."""
-    for cycle in CYCLES:
-        if step < cycle.steps:
-            return cycle, step
-        step -= cycle.steps
-    raise ValueError("the step lies behind the last cycle")
-
-
 def draw_batch(seed: int, step: int, count: int, crop: int, travel: tuple[float, float]):
     """`[B, 3, T, crop, crop]` fp32 in [-1, 1]."""
     rng = random.Random(f"{seed}/{step}")
@@ -145,7 +136,7 @@ def train(out: Path, batch: int, seed: int, every: int) -> None:
     started = time.monotonic()
     steps = sum(cycle.steps for cycle in CYCLES)
     for step in range(done, steps):
-        cycle, local = find_cycle(step)
+        cycle, local = find_cycle(CYCLES, step)
         crop = 64 if local >= cycle.steps - cycle.whole else 32
         count = batch if crop == 32 else max(2, batch // 2)
         clips = draw_batch(seed, step, count, crop, cycle.travel)

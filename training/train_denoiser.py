@@ -34,7 +34,7 @@ from scenes import RADIUS, SPREAD, TEMPLATES, Scene, all_captions, draw_scene, s
 from tokens import make_tokenizer
 from train_autoencoder import CONFIG as AUTOENCODER
 from train_autoencoder import make_autoencoder
-from training_state import average, make_denoiser_optimizers, restore, schedule, store
+from training_state import average, find_cycle, make_denoiser_optimizers, restore, schedule, store
 
 SHRUNK = 2.0**-26
 """What the usual eps is multiplied by while training."""
@@ -212,15 +212,6 @@ def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     return make_denoiser_optimizers(model, ("relative_attention_bias", ".linear."), 2e-3)
 
 
-def find_cycle(step: int) -> tuple[Cycle, int]:
-    """The cycle that a step belongs to, and the step's number inside it."""
-    for cycle in CYCLES:
-        if step < cycle.steps:
-            return cycle, step
-        step -= cycle.steps
-    raise ValueError("the step lies behind the last cycle")
-
-
 def train(out: Path, batch: int, seed: int, every: int) -> None:
     torch.manual_seed(seed)
     torch.set_flush_denormal(True)
@@ -246,11 +237,11 @@ def train(out: Path, batch: int, seed: int, every: int) -> None:
     checkpoint = out / "denoiser.pt"
     models = {"model": model, "average": shadow}
     done, spent_s = restore(checkpoint, models, optimizers)
-    remaining = {find_cycle(step)[0] for step in range(done, steps)}
+    remaining = {find_cycle(CYCLES, step)[0] for step in range(done, steps)}
     data = {c: prepare_latents(out, c, seed) for c in CYCLES if c in remaining}
     started, recent = time.monotonic(), []
     for step in range(done, steps):
-        cycle, local = find_cycle(step)
+        cycle, local = find_cycle(CYCLES, step)
         latents, scene = data[cycle]["latents"], data[cycle]["scene"]
         rng = random.Random(f"{seed}/{step}")
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -45,6 +46,29 @@ def store(
     }
     torch.save(state, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)
+
+
+class HasSteps(Protocol):
+    """A part of training: of its steps only the number matters here."""
+
+    @property
+    def steps(self) -> int: ...
+
+
+Cycle = TypeVar("Cycle", bound=HasSteps)
+
+
+def find_cycle(cycles: Sequence[Cycle], step: int) -> tuple[Cycle, int]:
+    """Find the cycle that a step belongs to, and the step's number inside it.
+
+    Raises:
+        ValueError: the step lies behind the last cycle.
+    """
+    for cycle in cycles:
+        if step < cycle.steps:
+            return cycle, step
+        step -= cycle.steps
+    raise ValueError("the step lies behind the last cycle")
 
 
 def schedule(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,44 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stopdown.app import batch_command
-from stopdown.app.batch_command import BatchOptions, _place_media, batch
-from stopdown.app.display import Display
-from stopdown.batch import jobs, prompts
-from stopdown.batch.prompts import Item
-from stopdown.batch.records import BatchRecord
+from models.batches import PROMPTS, SIZES, read_outputs, read_summary
 from stopdown.frames.media import write_media
-from stopdown.records import Plan, RunRecord, from_json
+from stopdown.records import RunRecord, from_json
 from stopdown.runtime import runs
 from stopdown.sources.sources import resolve_source
 
-SIZES = ("--frames", "9", "--height", "32", "--width", "32", "--steps", "1", "--precision", "fp32")
-PROMPTS = "a red circle moving left\na blue square\na green circle\n"
-
 Run = Callable[..., tuple[int, str, str]]
 
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> Run:
-    """A command in an empty folder that holds prompts.txt: exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-    Path("prompts.txt").write_text(PROMPTS)
-    return run
-
-
-@pytest.fixture
-def tiny(save_tiny: Callable[..., Path]) -> str:
-    """A tiny CogVideoX, which is loaded in no time."""
-    return str(save_tiny("cogvideox", "fp32"))
-
-
-def read_summary(folder: str | Path = "out") -> BatchRecord:
-    return from_json((Path(folder) / "batch.json").read_bytes(), BatchRecord)
-
-
-def read_outputs(folder: str | Path = "out") -> dict[str, bytes]:
-    """The videos of a batch, by name."""
-    return {path.name: path.read_bytes() for path in sorted(Path(folder).glob("*.mp4"))}
+pytestmark = pytest.mark.usefixtures("prompts_here")
 
 
 @pytest.mark.usefixtures("each_device")
@@ -84,21 +53,6 @@ def test_each_item_is_made_once(run: Run, tiny: str) -> None:
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
     assert [x.line for x in read_summary().items] == [1, 3, 4, 5]
     assert not list(Path("out").glob(".*"))
-
-
-def test_prompts_come_from_the_command_as_well(run: Run, tiny: str) -> None:
-    """Words and `--prompt` are items after those of the file; without any the command says how."""
-    folder = ("-o", "out", *SIZES)
-    file = ("--prompts", "prompts.txt")
-    code, out, err = run("batch", tiny, *file, "--prompt", "a cat", "--prompt", "a dog", *folder)
-    assert code == 0, err
-    assert out.startswith("5 of 5 done, ")
-    prompts = [*PROMPTS.splitlines(), "a cat", "a dog"]
-    assert [(x.line, x.prompt) for x in read_summary().items] == list(enumerate(prompts, 1))
-    assert run("batch", tiny, "a cat", *folder)[1].startswith("1 of 1 done, 1 finished before")
-    code, _, err = run("batch", tiny, *folder)
-    assert (code, "No prompts were given. " in err) == (2, True)
-    assert f"Give them: stopdown batch {tiny} --prompts prompts.txt." in err
 
 
 @pytest.mark.usefixtures("each_device")
@@ -144,31 +98,6 @@ class _Bytes:
         return self._content[:most]
 
 
-@pytest.mark.usefixtures("each_device")
-def test_a_fault_that_stays_is_a_result(
-    run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One item that fails is recorded and counted, the others are made, and the exit code is 1."""
-    make_frames = runs.make_frames
-
-    def fail(loaded: Any, request: Any, **named: Any) -> Any:
-        if request.prompt == "a blue square":
-            raise ValueError("it is blue")
-        return make_frames(loaded, request, **named)
-
-    monkeypatch.setattr(runs, "make_frames", fail)
-    words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
-    code, out, err = run(*words)
-    assert code == 1
-    assert "2 of 3 done, 1 failed, " in out
-    assert "failed: ValueError: it is blue" in err
-    assert [x.status for x in read_summary().items] == ["made", "failed", "made"]
-    assert "ValueError: it is blue" in Path("out/batch.html").read_text()
-    monkeypatch.setattr(runs, "make_frames", make_frames)
-    assert run(*words)[0] == 0
-    assert [x.status for x in read_summary().items] == ["skipped", "made", "skipped"]
-
-
 @pytest.mark.thorough
 def test_items_begin_with_videos(run: Run, save_tiny: Callable[..., Path]) -> None:
     """A video is named from the place of the prompts; another video of this name is another item."""
@@ -186,56 +115,6 @@ def test_items_begin_with_videos(run: Run, save_tiny: Callable[..., Path]) -> No
     assert "Line 3 is the same item as line 1." in err
     one, other = read_outputs().values()
     assert one != other
-
-
-def test_all_missing_inputs_are_named_at_once(run: Run, save_tiny: Callable[..., Path]) -> None:
-    """One message has each line that lacks an input, with its options, before anything is planned."""
-    rows = (
-        '{"seed": 1}',
-        '{"prompt": "a"}',
-        '{"prompt": "b"}',
-        '{"prompt": "c", "image": "c.png"}',
-    )
-    Path("rows.jsonl").write_text("\n".join(rows))
-    model = save_tiny("cogvideox-image", "fp32")
-    code, out, err = run("batch", model, "--prompts", "rows.jsonl", "-o", "out")
-    name = "CogVideoXImageToVideoPipeline"
-    assert (code, out, err) == (
-        2,
-        "",
-        f"stopdown: Line 1 of the prompts: {name} needs --image and --prompt, which were not given. "
-        f"Lines 2 and 3 of the prompts: {name} needs --image, which was not given. "
-        "Give --image and --prompt. Give --image.\n",
-    )
-
-
-def test_missing_inputs_are_named_before_a_repository_is_planned(
-    run: Run, save_tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model of the Hub is planned while its weights arrive: neither begins for wrong prompts."""
-
-    def resolve(settings: Any, **_: Any) -> Any:
-        return dataclasses.replace(resolve_source(settings.source), kind="hub")
-
-    def certify(*_: Any, **__: Any) -> Any:
-        raise AssertionError("planned")
-
-    monkeypatch.setattr(jobs, "resolve_whole", resolve)
-    monkeypatch.setattr(jobs, "certified_on_arrival", certify)
-    Path("rows.jsonl").write_text('{"prompt": "a"}')
-    model = save_tiny("cogvideox-image", "fp32")
-    code, _, err = run("batch", model, "--prompts", "rows.jsonl", "-o", "out")
-    assert (code, "Line 1 of the prompts: CogVideoXImageToVideoPipeline needs" in err) == (2, True)
-
-
-def test_a_mask_of_the_command_is_that_of_each_item() -> None:
-    """What an item names itself stands above it, and begins at the prompts file."""
-    options = BatchOptions(source="m", prompts="in/x.jsonl", output="o", mask=Path("m.png"))
-    items = [Item(1, image="a.png"), Item(2, image="/b/a.png", mask="own.png")]
-    assert [_place_media(options, item).media for item in items] == [
-        {"image": "in/a.png", "mask": "m.png"},
-        {"image": "/b/a.png", "mask": "in/own.png"},
-    ]
 
 
 REFUSED = {
@@ -272,40 +151,6 @@ def test_wrong_prompts_are_refused(run: Run, tiny: str, case: str) -> None:
     assert not list(Path().glob("out/*"))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ("--prompts", "nowhere://a/b.txt", "-o", "out"),
-            "The prompts file nowhere://a/b.txt cannot",
-        ),
-        (
-            ("--prompts", "prompts.txt", "-o", "nowhere://x"),
-            "The output nowhere://x is a URL.",
-        ),
-        (("--prompts", "prompts.txt", "-o", "prompts.txt"), "The output"),
-        (
-            ("--prompts", "prompts.txt", "-o", "."),
-            "is not empty (it holds prompts.txt), and is not from a batch.",
-        ),
-        (
-            ("--prompts", "prompts.txt", "-o", "out", "--format", "webp"),
-            "A .webp file holds one frame.",
-        ),
-        (("--prompts", "prompts.txt", "-o", "out", "--image", "no.png"), "no.png cannot be read"),
-    ],
-)
-def test_wrong_options_are_refused(
-    run: Run, tiny: str, words: tuple[str, ...], message: str
-) -> None:
-    """What cannot work is said before anything is made: one message, exit 2."""
-    code, out, err = run("batch", tiny, *words, *SIZES[:8])
-    assert (code, out) == (2, "")
-    assert message in err
-    assert "Traceback" not in err
-    assert not list(Path().glob("out/*.mp4"))
-
-
 @pytest.mark.usefixtures("each_device")
 def test_ctrl_c_keeps_what_is_finished(
     run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
@@ -332,13 +177,13 @@ def test_ctrl_c_keeps_what_is_finished(
 
 
 @pytest.mark.thorough
-def test_repairs_make_a_new_version_of_the_plan(run: Run, save_tiny: Any, tmp_path: Path) -> None:
+def test_repairs_make_a_new_version_of_the_plan(run: Run, save_tiny: Any) -> None:
     """By a plan that overflows the first item is repaired; the next ones are made by what that taught."""
     from models.bare_plans import write_bare_plan
     from stopdown.plans.plan_files import read_plan
 
     folder = save_tiny("cogvideox", "fp32", "transformer")
-    write_bare_plan(folder, tmp_path / "plan.json")
+    write_bare_plan(folder, Path("plan.json"))
     words = ("batch", folder, "--prompts", "prompts.txt", "-o", "out", *SIZES[:8])
     code, _, err = run(*words, "--precision", "plan.json", "--device", "cpu")
     assert code == 0, err
@@ -357,87 +202,12 @@ def test_repairs_make_a_new_version_of_the_plan(run: Run, save_tiny: Any, tmp_pa
     assert again.items[-1].plan == record.plans[1]
 
 
-def test_two_batches_do_not_share_a_folder(run: Run, tiny: str) -> None:
-    """A second batch into the same folder at the same time is refused."""
-    import filelock
-
-    Path("out").mkdir()
-    with filelock.FileLock("out/.lock"):
-        words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
-        code, _, err = run(*words)
-    assert code == 2
-    assert "Another batch is writing to" in err
-
-
-@pytest.mark.usefixtures("each_device")
-def test_batch_is_a_function(tmp_path: Path, tiny: str) -> None:
-    """From Python the summary comes back, and nothing is printed."""
-    (tmp_path / "p.txt").write_text("a red circle\n")
-    options = BatchOptions(
-        tiny,
-        str(tmp_path / "out"),
-        str(tmp_path / "p.txt"),
-        precision="fp32",
-        **{"steps": 1, "frames": 9, "height": 32, "width": 32},
-    )
-    record = batch(options, Display())
-    assert (record.made, record.failed, record.plans) == (1, 0, ())
-    assert f" --prompts {tmp_path}/p.txt " in record.command
-
-
-PICTURE = ("--height", "32", "--width", "32", "--steps", "1", "--precision", "fp32")
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("each_device")
-def test_items_stay_within_memory(run: Run, save_tiny: Any) -> None:
-    """With --memory each item has the bits of generate within it, its strategy, and a hash of its own."""
-    folder = save_tiny("sd", "fp32")
-    words = ("batch", folder, "--prompts", "prompts.txt", *PICTURE)
-    code, out, err = run(*words, "-o", "misfit", "--memory", "60KiB")
-    assert (code, read_summary("misfit").failed) == (1, 3)
-    assert out.count("No strategy stays within 60") == 3
-    (least,) = set(re.findall(r", or --memory (\d+MiB)\.", out))
-    assert run(*words, "-o", "out")[0] == 0
-    code, _, err = run(*words, "-o", "within", "--memory", least)
-    assert code == 0, err
-    for item, plain in zip(read_summary("within").items, read_summary().items, strict=True):
-        record = from_json(Path(f"within/{item.output}.json").read_bytes(), RunRecord)
-        assert record.strategy
-        assert item.item != plain.item
-    said = ("a green circle", *PICTURE, "--memory", least, "-o", "green.png")
-    assert run("generate", folder, *said)[0] == 0
-    assert Path(f"within/{item.output}").read_bytes() == Path("green.png").read_bytes()
-
-
-@pytest.mark.usefixtures("each_device")
-def test_a_strategy_is_put_on_once_for_all_items(
-    run: Run, save_tiny: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights that wait elsewhere go there once, as long as items have the same size."""
-    fitted: list[Any] = []
-    fit = runs.fit_run
-
-    def count(loaded: Any, request: Any, *others: Any) -> Any:
-        fitted.append((request.height, request.width))
-        return fit(loaded, request, *others)
-
-    monkeypatch.setattr(runs, "fit_run", count)
-    rows = ['{"prompt": "a"}', '{"prompt": "b"}', '{"prompt": "c", "height": 48}']
-    Path("prompts.jsonl").write_text("\n".join(rows))
-    words = ("batch", save_tiny("sd", "fp32"), "--prompts", "prompts.jsonl", "-o", "out")
-    code, _, err = run(*words, "--memory", "auto", *PICTURE)
-    assert code == 0, err
-    assert fitted == [(32, 32), (48, 32)]
-
-
 @pytest.mark.thorough
 @pytest.mark.usefixtures("each_device")
 def test_items_have_a_lora_and_a_scheduler(run: Run, save_tiny: Any, tmp_path: Path) -> None:
     """As with generate: the same bits, recorded by the hash."""
     pytest.importorskip("peft")
     from models.lora_cases import write_lora
-    from stopdown.sources.sources import resolve_source
 
     folder = save_tiny("sd", "fp32")
     lora = write_lora(resolve_source(folder), tmp_path)
@@ -463,76 +233,6 @@ def test_finished_items_are_known_in_each_format(run: Run, tiny: str) -> None:
     words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", "--format", "webm", *SIZES)
     assert run(*words)[0] == 0
     assert "3 of 3 done, 3 finished before." in run(*words)[1]
-
-
-@pytest.mark.thorough
-def test_nothing_left_to_do_is_answered_without_pytorch(
-    run: Run, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The summary answers the same command; another seed, a lost output or a changed model does not."""
-    words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
-    Path("prompts.txt").write_text("a red circle\n")
-    assert run(*words)[0] == 0
-    first = read_summary()
-    code = "import sys; from stopdown.app.cli import main; main(sys.argv[1:]); print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
-    )
-    assert "1 of 1 done, 1 finished before." in done.stdout
-    assert "1 of 1 items are finished already." in done.stderr
-    assert not {"torch", "diffusers"} & set(done.stdout.split())
-    again = read_summary()
-    assert (again.asked, again.skipped, again.plans) == (first.asked, 1, first.plans)
-    assert again.items[0].preview == first.items[0].preview
-
-    summary = Path("out/batch.json").read_bytes()
-
-    def is_answered(*others: str) -> bool:
-        Path("out/batch.json").write_bytes(summary)
-        said: list[str] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(batch_command, "_run", lambda *_: said.append("run") or first)
-            assert run(*words, *others)[0] == 0
-        return not said
-
-    assert is_answered()
-    assert is_answered("--quiet", "--strict")
-    assert not is_answered("--seed", "1")
-    monkeypatch.setattr(prompts, "read_version", lambda name: "0.0.1")
-    assert not is_answered()
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
-    os.utime(weights := next(Path(tiny).rglob("*.safetensors")))
-    assert not is_answered(), weights
-    summary = Path("out/batch.json").read_bytes()
-    assert is_answered()
-    next(Path("out").glob("*.mp4.json")).unlink()
-    assert not is_answered()
-
-
-@pytest.mark.thorough
-def test_what_auto_decided_is_not_decided_again(
-    run: Run, save_tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A resumed batch keeps the precisions that it began with, however fast a busy machine is by then."""
-    model = str(save_tiny("cogvideox", "bf16"))
-    words = ("batch", model, "--prompts", "prompts.txt", "-o", "out", *SIZES[:-2])
-    Path("prompts.txt").write_text("a red circle\n")
-    assert run(*words)[0] == 0
-    before = read_summary()
-    assert before.decisions
-
-    def decide(*_: object, **__: object) -> Plan:
-        wide = tuple(dataclasses.replace(x, precision="fp32") for x in before.decisions)
-        return Plan(model, components=wide)
-
-    monkeypatch.setattr(jobs, "choose_plan", decide)
-    Path("prompts.txt").write_text("a red circle\na blue square\n")
-    assert run(*words)[0] == 0
-    after = read_summary()
-    assert (after.skipped, after.made, after.decisions) == (1, 1, before.decisions)
-    assert run(*words, "--precision", "transformer=fp32")[0] == 0  # asked otherwise: decided anew
-    assert {x.precision for x in read_summary().decisions} == {"fp32"}
 
 
 def test_a_clock_that_jumps_changes_nothing(
@@ -561,7 +261,7 @@ def test_a_clock_that_jumps_changes_nothing(
     assert made.items() <= read_outputs().items()
 
 
-def test_a_journal_is_resumed_on_another_day(run: Run, tiny: str, tmp_path: Path) -> None:
+def test_a_journal_is_resumed_on_another_day(run: Run, tiny: str) -> None:
     """Calls of an item that was stopped are answered whatever the clock says; the record counts them."""
     words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES, "--journal", "kept")
     Path("prompts.txt").write_text("a red circle\n")

@@ -1,163 +1,86 @@
-"""`stopdown batch` on several workers, undisturbed and under fire; the page for Ray Data."""
+"""What a worker makes of its items: faults as results, memory shared by items of one size."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from processes.batch_kills import Kills, Watched, ended, start
-from stopdown.app.batch_command import BatchOptions, batch
-from stopdown.app.display import Display
-from stopdown.batch.records import BatchRecord
-from stopdown.errors import StopdownError
-from stopdown.records import from_json
+from models.batches import PICTURE, SIZES, read_summary
+from stopdown.records import RunRecord, from_json
+from stopdown.runtime import runs
 
-SIZES = ("--frames", "9", "--height", "32", "--width", "32", "--steps", "1", "--precision", "fp32")
-SHAPES = ("--steps", "2", "--precision", "fp32")
+Run = Callable[..., tuple[int, str, str]]
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.usefixtures("prompts_here")
 
 
-def write_prompts(folder: Path, count: int) -> Path:
-    path = folder / "prompts.txt"
-    colours = ("red", "blue", "green", "yellow", "white")
-    shapes = ("circle", "square", "triangle", "star")
-    ways = ("left", "right", "up", "down")
-    lines = [f"a {c} {s} moving {w}" for w in ways for s in shapes for c in colours]
-    path.write_text("\n".join(lines[:count]) + "\n")
-    return path
+@pytest.mark.usefixtures("each_device")
+def test_a_fault_that_stays_is_a_result(
+    run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One item that fails is recorded and counted, the others are made, and the exit code is 1."""
+    make_frames = runs.make_frames
 
+    def fail(loaded: Any, request: Any, **named: Any) -> Any:
+        if request.prompt == "a blue square":
+            raise ValueError("it is blue")
+        return make_frames(loaded, request, **named)
 
-def make_alone(folder: Path, source: str, prompts: Path, *words: str) -> dict[str, bytes]:
-    """What one process makes, by name."""
-    process = start(
-        folder / "alone.log", source, "--prompts", prompts, "-o", folder / "alone", *words
-    )
-    with ended(process):
-        assert process.wait(600) == 0, (folder / "alone.log").read_text()
-    return {path.name: path.read_bytes() for path in (folder / "alone").glob("*.mp4")}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(
-    save_tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, bytes]:
-    """What this process makes of six prompts of the tiny pipeline, by name."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    sizes: dict[str, Any] = {"frames": 9, "height": 32, "width": 32, "steps": 1}
-    source, prompts = str(save_tiny("cogvideox", "fp32")), str(write_prompts(folder, 6))
-    batch(BatchOptions(source, str(folder / "out"), prompts, precision="fp32", **sizes), Display())
-    return {path.name: path.read_bytes() for path in (folder / "out").glob("*.mp4")}
-
-
-def read_summary(folder: Path) -> BatchRecord:
-    return from_json((folder / "batch.json").read_bytes(), BatchRecord)
-
-
-@pytest.fixture
-def tiny(save_tiny: Callable[..., Path]) -> str:
-    return str(save_tiny("cogvideox", "fp32"))
-
-
-def run_killed(
-    folder: Path, source: str, kills: Kills, prompts: Path, expected: dict[str, bytes], *words: str
-) -> BatchRecord:
-    """A batch to its end, as often as it takes for all kills; the last summary."""
-    for number in range(100):
-        out = folder / f"out{number}"
-        given = (source, "--prompts", prompts, "-o", out, *words)
-        code = kills.run(
-            lambda given=given: start(folder / "log", *given), watched := Watched(out, expected)
-        )  # type: ignore[misc]
-        assert code == 0, (folder / "log").read_text()
-        assert watched.look() == len(expected)
-        assert {x.name for x in out.glob("*.mp4")} == set(expected)
-        assert not list(out.glob(".stopdown-*")), "a temporary file was left"
-        record = read_summary(out)
-        assert (record.failed, record.made + record.skipped) == (0, len(expected))
-        if not kills.left:
-            return record
-    raise AssertionError("the kills were never used up")
+    monkeypatch.setattr(runs, "make_frames", fail)
+    words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
+    code, out, err = run(*words)
+    assert code == 1
+    assert "2 of 3 done, 1 failed, " in out
+    assert "failed: ValueError: it is blue" in err
+    assert [x.status for x in read_summary().items] == ["made", "failed", "made"]
+    assert "ValueError: it is blue" in Path("out/batch.html").read_text()
+    monkeypatch.setattr(runs, "make_frames", make_frames)
+    assert run(*words)[0] == 0
+    assert [x.status for x in read_summary().items] == ["skipped", "made", "skipped"]
 
 
 @pytest.mark.thorough
-def test_processes_survive_kills(tiny: str, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
-    """Two processes; three kills of workers and drivers: each item once, with one process's bytes."""
-    prompts, expected = write_prompts(tmp_path, 6), undisturbed
-    kills = Kills(3, seed=2)
-    words = (*SIZES, "--workers", "2")
-    record = run_killed(tmp_path, tiny, kills, prompts, expected, *words)
-    assert sum(kills.done.values()) == 3
-    assert len(record.items) == 6
+@pytest.mark.usefixtures("each_device")
+def test_items_stay_within_memory(run: Run, save_tiny: Any) -> None:
+    """With --memory each item has the bits of generate within it, its strategy, and a hash of its own."""
+    folder = save_tiny("sd", "fp32")
+    words = ("batch", folder, "--prompts", "prompts.txt", *PICTURE)
+    code, out, err = run(*words, "-o", "misfit", "--memory", "60KiB")
+    assert (code, read_summary("misfit").failed) == (1, 3)
+    assert out.count("No strategy stays within 60") == 3
+    (least,) = set(re.findall(r", or --memory (\d+MiB)\.", out))
+    assert run(*words, "-o", "out")[0] == 0
+    code, _, err = run(*words, "-o", "within", "--memory", least)
+    assert code == 0, err
+    for item, plain in zip(read_summary("within").items, read_summary().items, strict=True):
+        record = from_json(Path(f"within/{item.output}.json").read_bytes(), RunRecord)
+        assert record.strategy
+        assert item.item != plain.item
+    said = ("a green circle", *PICTURE, "--memory", least, "-o", "green.png")
+    assert run("generate", folder, *said)[0] == 0
+    assert Path(f"within/{item.output}").read_bytes() == Path("green.png").read_bytes()
 
 
-def test_an_item_that_kills_its_workers_fails(
-    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("each_device")
+def test_a_strategy_is_put_on_once_for_all_items(
+    run: Run, save_tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An item is begun `TRIES` times at most; then its workers' deaths are its result."""
-    from stopdown.batch import dispatch
-    from stopdown.batch.pools import InProcess
+    """Weights that wait elsewhere go there once, as long as items have the same size."""
+    fitted: list[Any] = []
+    fit = runs.fit_run
 
-    wait = InProcess.wait
+    def count(loaded: Any, request: Any, *others: Any) -> Any:
+        fitted.append((request.height, request.width))
+        return fit(loaded, request, *others)
 
-    def die(pool: Any) -> Any:
-        if pool._given and "blue" in pool._given[0].request.prompt:
-            pool._given = None
-            return [(0, "Worker 0 ended with SIGKILL.")]
-        return wait(pool)
-
-    monkeypatch.setattr(InProcess, "wait", die)
-    monkeypatch.setattr(dispatch, "TRIES", 2)
-    prompts = write_prompts(tmp_path, 3)
-    options = BatchOptions(
-        tiny,
-        str(tmp_path / "out"),
-        str(prompts),
-        precision="fp32",
-        **{"steps": 1, "frames": 9, "height": 32, "width": 32},
-    )
-    record = batch(options, Display())
-    assert [x.status for x in record.items] == ["made", "failed", "made"]
-    failed = record.items[1]
-    assert failed.tries == 2
-    assert failed.error == ("Each of 2 workers that tried it died. Worker 0 ended with SIGKILL.")
-    monkeypatch.setattr(dispatch, "MOST_DEATHS", 2)
-    monkeypatch.setattr(dispatch, "TRIES", 9)
-    with pytest.raises(StopdownError, match="2 workers died one after the other"):
-        batch(options, Display())
-
-
-@pytest.mark.slow
-def test_the_page_s_example_runs(tmp_path: Path) -> None:
-    """The Python blocks of docs/batch.md, those for Ray Data and actors too, run as they stand."""
-    pytest.importorskip("pyarrow", reason="Ray Data is not installed: pip install '.[ray]'")
-    page = (Path(__file__).parents[2] / "docs" / "batch.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 2
-    for block in blocks:
-        command = [sys.executable, "-c", block]
-        done = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        assert "made" in done.stdout
-    assert len(list((tmp_path / "made").glob("*.mp4"))) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_forty_prompts_and_thirty_kills(tmp_path: Path) -> None:
-    """`shapes`, 40 prompts: 30 kills of workers and of the process that gives out the items lose nothing,
-    make nothing twice and leave nothing half: the bits of one process."""
-    prompts = write_prompts(tmp_path, 40)
-    expected = make_alone(tmp_path, "shapes", prompts, *SHAPES)
-    assert len(expected) == 40
-    kills, words = Kills(30, seed=1), (*SHAPES, "--workers", "2")
-    run_killed(tmp_path, "shapes", kills, prompts, expected, *words)
-    assert sum(kills.done.values()) == 30
+    monkeypatch.setattr(runs, "fit_run", count)
+    rows = ['{"prompt": "a"}', '{"prompt": "b"}', '{"prompt": "c", "height": 48}']
+    Path("prompts.jsonl").write_text("\n".join(rows))
+    words = ("batch", save_tiny("sd", "fp32"), "--prompts", "prompts.jsonl", "-o", "out")
+    code, _, err = run(*words, "--memory", "auto", *PICTURE)
+    assert code == 0, err
+    assert fitted == [(32, 32), (48, 32)]

@@ -9,16 +9,9 @@ import torch
 from diffusers import DDIMScheduler, DiffusionPipeline
 from torch import nn
 
+from models.mixed_dtype_models import GroupNorm32
 from models.snapshots import assert_untouched
 from stopdown import check, mend
-
-
-class GroupNorm32(nn.GroupNorm):
-    """Computes in fp32 whatever it gets."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm in fp32, in the dtype that came."""
-        return super().forward(x.float()).type(x.dtype)
 
 
 class Block(nn.Module):

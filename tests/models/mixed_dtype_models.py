@@ -11,9 +11,10 @@ LARGE = 2.0**18
 
 
 class GroupNorm32(nn.GroupNorm):
-    """Widens its input by itself, as sgm's does."""
+    """Computes in fp32 whatever it gets, as sgm's does."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm in fp32, in the dtype that came."""
         return super().forward(x.float()).type(x.dtype)
 
 

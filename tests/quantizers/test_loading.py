@@ -15,68 +15,21 @@ import torch
 
 import stopdown
 from models.pipeline_calls import call_pipeline, load_plain
-from models.signature_cases import draw_ip_adapter, draw_picture
+from models.planned_models import FP16, have_same_weights, is_near, load_encoder, load_transformer
 from stopdown import testing
 from stopdown.devices.environment import cache_folder
 from stopdown.errors import OptionError, PlanError, SourceError, StopdownWarning
 from stopdown.fold_names import name_parameters
-from stopdown.numerics import relative_l2
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.plan_files import seal_plan, write_plan
 from stopdown.quantizers.script_loading import join_config_plans
 from stopdown.records import Plan
-from stopdown.runtime import repairs
-from stopdown.runtime.guard import guard
 from stopdown.scaling.watch.call_watch import CallWatch
 from stopdown.scaling.watch.known_calls import KnownCalls
 from stopdown.testing import save_pipeline
 from test_public import run_fresh
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("module_cache")]
-
-FP16 = torch.float16
-
-
-@pytest.fixture(scope="module")
-def cogvideox(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pipeline whose transformer and text encoder overflow, as Diffusers saves it."""
-    folder = tmp_path_factory.mktemp("models") / "cogvideox"
-    pipe = testing.make_pipeline("cogvideox", overflow="transformer")
-    testing.overflow_(pipe.text_encoder)
-    for part in (pipe.transformer, pipe.text_encoder, pipe.vae):
-        part.to(torch.bfloat16)
-    pipe.save_pretrained(folder)
-    return folder
-
-
-def load_transformer(folder: Path, **options: Any) -> Any:
-    """The transformer of a pipeline, by a config without a plan."""
-    from diffusers import CogVideoXTransformer3DModel
-
-    options = {"quantization_config": stopdown.StopdownConfig(), "dtype": FP16, **options}
-    return CogVideoXTransformer3DModel.from_pretrained(folder, subfolder="transformer", **options)
-
-
-def load_encoder(folder: Path, **options: Any) -> Any:
-    """The text encoder of a pipeline, by a config without a plan."""
-    from transformers import T5EncoderModel
-
-    options = {"quantization_config": stopdown.StopdownConfig(), "dtype": FP16, **options}
-    return T5EncoderModel.from_pretrained(folder, **options)
-
-
-def have_same_weights(first: torch.nn.Module, second: torch.nn.Module) -> bool:
-    """Whether two models have the same tensors in the same dtypes."""
-    mine, others = name_parameters(first), name_parameters(second)
-    return mine.keys() == others.keys() and all(
-        x.dtype == others[name].dtype and torch.equal(x, others[name]) for name, x in mine.items()
-    )
-
-
-def is_near(found: Any, wanted: Any, limit: float = 0.01) -> bool:
-    """Whether something is finite and within a relative error of what fp32 gives."""
-    given = (torch.as_tensor(x).float() for x in (found, wanted))
-    return bool(relative_l2(*given) < limit)
 
 
 def test_a_pipeline_that_overflows_runs_in_fp16(cogvideox: Path) -> None:
@@ -118,77 +71,6 @@ def test_the_plan_is_made_once(cogvideox: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(plan_choice, "certify_plan", None)
     load_transformer(cogvideox)
     assert list((cache_folder() / "plans").glob("*.json"))
-
-
-def test_a_model_of_transformers_is_near_to_fp32(cogvideox: Path) -> None:
-    """A text encoder in its pipeline's folder overflows in plain fp16, and not with the config."""
-    tokens = torch.tensor([[5, 6, 7, 1]])
-    with torch.no_grad():
-        wanted = load_encoder(cogvideox / "text_encoder", quantization_config=None).float()(tokens)
-        encoder = load_encoder(cogvideox / "text_encoder")
-        assert encoder.dtype == FP16
-        assert is_near(encoder(tokens)[0], wanted[0])
-
-
-def test_a_text_encoder_without_a_pipeline_is_certified(cogvideox: Path, tmp_path: Path) -> None:
-    """Calls of a text encoder are known: tokens and a mask."""
-    shutil.copytree(cogvideox / "text_encoder", tmp_path / "t5")
-    encoder = load_encoder(tmp_path / "t5")
-    assert encoder.hf_quantizer.applied_plan.components[0].in_force.certified
-
-
-def test_a_guard_that_leaves_takes_no_repair_along(cogvideox: Path) -> None:
-    """A model that repairs its other calls itself does so after a guard as well."""
-    tokens = torch.tensor([[5, 6, 7, 1]])
-    with torch.no_grad():
-        wanted = load_encoder(cogvideox / "text_encoder", quantization_config=None).float()(tokens)
-        encoder = load_encoder(cogvideox / "text_encoder")
-        with guard({"text_encoder": encoder}):
-            encoder(tokens)
-        encoder.encoder.block[0].register_forward_hook(lambda *_: None)
-        with pytest.warns(StopdownWarning, match="for which its exponents did not hold"):
-            assert is_near(encoder(tokens)[0], wanted[0])
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Qwen2_5_VLForConditionalGeneration",
-        pytest.param("Mistral3ForConditionalGeneration", marks=pytest.mark.slow),
-    ],
-)
-def test_an_encoder_that_also_sees_is_certified(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its config is one of two parts: without `use_cache=False` it returns keys, which nothing may scale.
-
-    A call that asks for them has it cast, where bf16 is not native to fp32, and the warning says so.
-    """
-    from models.encoder_models import make_call, make_encoder
-
-    monkeypatch.setattr(repairs, "computes_bf16", lambda device: False)
-    module = make_encoder(name)
-    with torch.no_grad():
-        for key, parameter in module.named_parameters():
-            if key.endswith(("v_proj.weight", "o_proj.weight")):
-                parameter *= 2.0**24 if key.endswith("v_proj.weight") else 2.0**-24
-    module.save_pretrained(tmp_path / "encoder")
-    encoder, plain, wide = (
-        type(module).from_pretrained(tmp_path / "encoder", dtype=dtype, **options)
-        for dtype, options in (
-            (FP16, {"quantization_config": stopdown.StopdownConfig()}),
-            (FP16, {}),
-            (torch.float32, {}),
-        )
-    )
-    assert encoder.hf_quantizer.applied_plan.components[0].in_force.certified
-    _, args, options = make_call(name, module, "right")
-    with torch.no_grad():
-        wanted = wide(*args, **options)[0]
-        assert not is_near(plain(*args, **options)[0], wanted)
-        assert is_near(encoder(*args, **options)[0], wanted)
-        with pytest.warns(StopdownWarning, match=r"without use_cache=False.*to fp32"):
-            assert is_near(encoder(*args, **options | {"use_cache": True})[0], wanted)
 
 
 def test_a_denoiser_without_its_pipeline_is_refused(cogvideox: Path, tmp_path: Path) -> None:
@@ -392,16 +274,6 @@ def test_a_component_may_be_left_to_another_method(cogvideox: Path) -> None:
     assert pipe.text_encoder.dtype == torch.bfloat16
     assert not getattr(pipe.text_encoder, "is_quantized", False)
     assert pipe.transformer.is_quantized
-
-
-def test_what_authors_keep_in_fp32_fits_fp16(cogvideox: Path) -> None:
-    """Both libraries ignore `_keep_in_fp32_modules` beside a config; the exponents make T5's `wo` fit."""
-    encoder = load_encoder(cogvideox / "text_encoder")
-    kept = encoder.hf_quantizer.applied_plan.components[0].scaling
-    assert "wo" in type(encoder)._keep_in_fp32_modules
-    for name, parameter in encoder.named_parameters():
-        if ".wo." in name and not any(name in x for x in (kept.stream.kept, kept.fp32_modules)):
-            assert parameter.dtype == FP16
 
 
 @pytest.mark.parametrize("device_map", ["balanced", "auto"])
@@ -664,103 +536,11 @@ def test_loras_come_and_go(cogvideox: Path, planned: Any, pixels: Any, tmp_path:
     assert is_near(call_pipeline(planned, "cogvideox"), pixels, 0.005)
 
 
-@pytest.fixture(scope="module")
-def sd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Stable Diffusion whose UNet overflows."""
-    return save_pipeline("sd", tmp_path_factory.mktemp("models") / "sd", overflow="unet")
-
-
-def load_ip_adapter(pipe: Any) -> dict[str, Any]:
-    """Load one into a pipeline; return the argument with a picture's embedding."""
-    weights = draw_ip_adapter(pipe.unet)
-    pipe.load_ip_adapter([weights], subfolder="", weight_name="", image_encoder_folder=None)
-    return {"ip_adapter_image_embeds": [draw_picture(2).to(pipe.dtype)]}
-
-
-def test_an_ip_adapter_is_refused(sd: Path) -> None:
-    """Its layers would add to scaled values; the error says what to do instead."""
-    pipe = load_plain(sd, FP16, quantization_config=stopdown.quantization(sd))
-    with pytest.raises(OptionError, match=r"An IP-Adapter.*stopdown\.guard\(pipe\)"):
-        load_ip_adapter(pipe)
-
-
-@pytest.mark.filterwarnings("ignore:.* NaN out of .* values")  # what the guard says of its repair
-def test_a_guarded_pipeline_takes_an_ip_adapter(sd: Path) -> None:
-    """What the error advises: black in fp16 without the guard, right with it, and the picture counts."""
-    wide = load_plain(sd, torch.float32)
-    bare = call_pipeline(wide, "sd")
-    wanted = call_pipeline(wide, "sd", **load_ip_adapter(wide))
-    assert not is_near(bare, wanted, 0.05)
-    pipe = load_plain(sd, FP16)
-    given = load_ip_adapter(pipe)
-    assert not np.isfinite(call_pipeline(pipe, "sd", **given)).all()
-    with stopdown.guard(pipe):
-        assert is_near(call_pipeline(pipe, "sd", **given), wanted, 0.005)
-
-
-def test_a_cast_to_its_own_dtype_is_none(sd: Path) -> None:
-    """Diffusers gives a text encoder its own dtype back when a LoRA is loaded: that moves it alone."""
-    encoder = load_plain(sd, FP16, quantization_config=stopdown.quantization(sd)).text_encoder
-    before = {name: x.dtype for name, x in encoder.named_parameters()}
-    assert encoder.to(device="cpu", dtype=encoder.dtype) is encoder
-    assert encoder.to(encoder.dtype) is encoder
-    assert {name: x.dtype for name, x in encoder.named_parameters()} == before
-    assert FP16 in before.values()
-    with pytest.raises(OptionError, match="cannot be cast"):
-        encoder.to(torch.bfloat16)
-
-
 def test_fused_projections_are_refused(loaded: Any, pixels: Any) -> None:
     """The fused layers would lack the casts of the plan; the pipeline is as before."""
     with pytest.raises(OptionError, match=r"Leave fuse_qkv_projections\(\) out"):
         loaded.fuse_qkv_projections()
     assert makes(loaded, pixels)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # Diffusers says that modular pipelines are new
-def test_a_modular_pipeline_loads_its_components_by_it(tmp_path: Path) -> None:
-    """`load_components` takes the configs by component; in plain fp16 the picture is NaN."""
-    from diffusers import ModularPipeline
-
-    folder = save_pipeline("flux", tmp_path / "flux", overflow="transformer")
-    config = stopdown.quantization(folder)
-
-    def run(dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
-        pipe = ModularPipeline.from_pretrained(str(folder))
-        pipe.load_components(dtype=dtype, **options)
-        pipe.set_progress_bar_config(disable=True)
-        seed = torch.Generator().manual_seed(0)
-        sizes = {"height": 32, "width": 32, "num_inference_steps": 2, "max_sequence_length": 16}
-        found = pipe(prompt="a", generator=seed, output="images", output_type="pt", **sizes)
-        return pipe, found
-
-    _, wanted = run(torch.float32)
-    assert not run(FP16)[1].isfinite().all()
-    pipe, found = run(FP16, quantization_config=config.quant_mapping)
-    for name in config.quant_mapping:
-        assert pipe.components[name].quantization_method == "stopdown"
-    assert is_near(found, wanted, 0.005)
-
-
-def test_a_single_file_takes_a_plan(sd: Path) -> None:
-    """`from_single_file` tells nobody where the weights come from: without a plan that is said."""
-    from diffusers import UNet2DConditionModel
-
-    (path,) = (sd / "unet").glob("*.safetensors")
-    options = {"config": str(sd / "unet"), "dtype": FP16}
-    with pytest.raises(SourceError, match=r"not from a folder.*stopdown plan"):
-        UNet2DConditionModel.from_single_file(
-            str(path), quantization_config=stopdown.StopdownConfig(), **options
-        )
-    planned = stopdown.quantization(sd).quant_mapping["unet"]
-    model = UNet2DConditionModel.from_single_file(
-        str(path), quantization_config=stopdown.StopdownConfig(planned.plan), **options
-    )
-    other = UNet2DConditionModel.from_pretrained(
-        sd / "unet", dtype=FP16, quantization_config=planned
-    )
-    assert have_same_weights(model, other)
 
 
 # Beside other methods, LoRAs that were there first, and `force_upcast`

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stopdown import testing
 from stopdown.errors import InputError
 from stopdown.pipelines.allowed_sizes import find_grid, read_configs
 from stopdown.sources.descriptions import find_excess, find_kernels, list_custom_code
@@ -60,12 +59,6 @@ KEYS = st.sampled_from(
     ]
 )
 CHANGES = st.dictionaries(KEYS, VALUES, min_size=1, max_size=4)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny CogVideoX as a folder."""
-    return testing.save_pipeline("cogvideox", tmp_path_factory.mktemp("saved") / "tiny")
 
 
 def read_all(folder: Path) -> None:
