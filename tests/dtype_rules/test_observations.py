@@ -61,7 +61,7 @@ MASKS = {
     "each item sees a key": (torch.tensor([[[True, False], [True, True]]]), False, 0),
     "one row hides all keys": (torch.tensor([[[True, False], [False, False]]]), False, 0),
     "one of two items hides all": (torch.tensor([[[True]], [[False]]]), False, 1),
-    "True hides": (torch.tensor([[[True]], [[False]]]), True, 1),
+    "True hides": (torch.tensor([[[True]], [[False]], [[True]]]), True, 2),
     "-Inf hides": (torch.full((2, 1, 3), -torch.inf), False, 2),
     "fp16's lowest number hides": (torch.full((1, 1, 3), -65504.0).half(), False, 1),
     "-1e4 in fp32 hides less than all": (torch.full((1, 1, 3), -1e4), False, 0),
