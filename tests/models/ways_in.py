@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -264,17 +265,14 @@ CHANGES = {
 
 Prepare = Callable[[Pipe], None]
 
-Opened = tuple[Pipe, Any]
-"""A pipeline, and the handle of what was put on it; None for none."""
-
 
 @contextmanager
-def _rescale(folder: Path, model: Model, prepare: Prepare) -> Iterator[Opened]:
+def _rescale(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe]:
     pipe = load_plain(folder, torch.float32)
     prepare(pipe)
     for module, calls in record_calls(pipe, model):
         stopdown.rescale_(module, calls=calls, cast=True)
-    yield pipe, None
+    yield pipe
 
 
 def record_calls(pipe: Pipe, model: Model) -> list[tuple[nn.Module, list[Any]]]:
@@ -316,38 +314,38 @@ def _open(dtype: torch.dtype, put_on: Callable[[Pipe], Any]) -> Any:
     """Return a way that loads with plain Diffusers, prepares, and then puts something on."""
 
     @contextmanager
-    def open_pipe(folder: Path, model: Model, prepare: Prepare) -> Iterator[Opened]:
+    def open_pipe(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe]:
         pipe = load_plain(folder, dtype)
         prepare(pipe)
-        with put_on(pipe) as handle:
-            yield pipe, handle
+        with put_on(pipe):
+            yield pipe
 
     return open_pipe
 
 
 @contextmanager
-def _load(folder: Path, model: Model, prepare: Prepare) -> Iterator[Opened]:
+def _load(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe]:
     pipe = stopdown.load(folder, precision="fp16", device="cpu")
     pipe.set_progress_bar_config(disable=True)
     try:
-        yield pipe, pipe.stopdown_guard
+        yield pipe
     finally:
         pipe.stopdown_guard.remove()
 
 
 @contextmanager
-def _quantization(folder: Path, model: Model, prepare: Prepare) -> Iterator[Opened]:
+def _quantization(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe]:
     config = stopdown.quantization(folder)
-    yield load_plain(folder, torch.float16, quantization_config=config), None
+    yield load_plain(folder, torch.float16, quantization_config=config)
 
 
 @contextmanager
-def _convert(folder: Path, model: Model, prepare: Prepare) -> Iterator[Opened]:
+def _convert(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe]:
     converted = folder.with_name(f"{folder.name}-fp16")
     if not converted.exists():
         size = [x for key in ("height", "width") if key in model.call for x in (f"--{key}", 32)]
         run_command("convert", folder, converted, *size)
-    yield load_plain(converted, torch.float16), None
+    yield load_plain(converted, torch.float16)
 
 
 def run_command(*words: object) -> None:
@@ -519,9 +517,26 @@ class Table:
             return _generate(self, name, change)
         model, row = MODELS[name], CHANGES[change]
         prepare = row.prepare or (lambda *_: None)
-        with WAYS[way](self.save(name), model, lambda x: prepare(x, model)) as opened:
-            pipe, handle = opened
-            return Found(row.make(pipe, model), bool(getattr(handle, "repairs", ())))
+        opened = WAYS[way](self.save(name), model, lambda x: prepare(x, model))
+        with _hear_repairs() as repairs, opened as pipe:
+            return Found(row.make(pipe, model), bool(repairs))
+
+
+@contextmanager
+def _hear_repairs() -> Iterator[list[logging.LogRecord]]:
+    """Collect the lines of the log that report repairs; some ways in have no handle to ask."""
+    heard: list[logging.LogRecord] = []
+
+    def note(record: logging.LogRecord) -> bool:
+        heard.extend([record] if hasattr(record, "repair") else [])
+        return True
+
+    logger = logging.getLogger("stopdown")
+    logger.addFilter(note)
+    try:
+        yield heard
+    finally:
+        logger.removeFilter(note)
 
 
 def is_cell(name: str, way: str, change: str) -> bool:
