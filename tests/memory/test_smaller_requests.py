@@ -23,7 +23,7 @@ PLENTY = 2**40
 def make_arguments(name: str, **options: Any) -> dict[str, Any]:
     """Of a call of a tiny pipeline."""
     given = {"image": PICTURE} if name == "svd" else {"prompt": "a"}
-    return build_arguments(make_pipeline(name), Request(**given, **options), chooses_sides=False)
+    return build_arguments(make_pipeline(name), Request(**given, **options))
 
 
 @pytest.mark.thorough

@@ -236,7 +236,7 @@ def test_a_class_that_takes_several_pictures_is_given_a_list() -> None:
     import diffusers
 
     pipe = object.__new__(diffusers.JoyImageEditPlusPipeline)
-    (picture,) = build_arguments(pipe, Request("a", image=PICTURE), chooses_sides=False)["images"]
+    (picture,) = build_arguments(pipe, Request("a", image=PICTURE))["images"]
     assert np.array_equal(np.asarray(picture), PICTURE)
 
 
@@ -445,12 +445,12 @@ def test_a_picture_becomes_a_tensor_where_a_call_takes_only_tensors() -> None:
     embeds = {"image_embeds": 0, "negative_image_embeds": 0}
     request = Request(arguments={**embeds, "hint": picture})
     kind = type("P", (), {"__call__": diffusers.KandinskyV22ControlnetPipeline.__call__})
-    given = build_arguments(kind(), request, chooses_sides=False)
+    given = build_arguments(kind(), request)
     assert given["hint"].shape == (1, 3, 24, 40)
     assert float(given["hint"].max()) == pytest.approx(128 / 255)
     other = make_signature("SomePipeline", hint=None)()
     assert (
-        build_arguments(other, Request(arguments={"hint": picture}), chooses_sides=False)["hint"]
+        build_arguments(other, Request(arguments={"hint": picture}))["hint"]
         is picture
     )
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from models.masked_pipelines import make_controlled, make_inpainting
-from stopdown.errors import OptionError
+from models.zimage import make_zimage
+from stopdown.errors import OptionError, StopdownError
 from stopdown.module_calls.call import ComponentCall
 from stopdown.module_calls.callee import Callee
 from stopdown.pipelines.requests import Request, build_arguments
@@ -74,11 +75,22 @@ def test_arguments_are_recorded_as_a_prompt_is() -> None:
 def test_what_a_pipeline_lacks_is_one_message() -> None:
     """What no signature tells is told with the pipeline's own words and what it was not given."""
     pipe = make_controlled("StableDiffusionXLControlNetImg2ImgPipeline")
-    with pytest.raises(OptionError) as caught:
+    with pytest.raises(StopdownError) as caught:
         record_calls(pipe, list_requests(pipe, ["a"], Request(arguments={"control_image": 3})))
     message = str(caught.value)
-    assert message.startswith(
-        "StableDiffusionXLControlNetImg2ImgPipeline did not start: TypeError:"
-    )
+    assert message.startswith("StableDiffusionXLControlNetImg2ImgPipeline stopped: TypeError:")
     with pytest.raises(OptionError, match="No `prompt` was given"):
         record_calls(pipe, list_requests(pipe, [{"control_image": 3}], Request()))
+
+
+def test_a_run_that_the_model_itself_ends_is_one_message() -> None:
+    """A size beyond a model's table of positions fails in fp32 too, and the message says so."""
+    pipe = make_zimage()
+    request = Request(height=2048, width=32, steps=1)
+    with pytest.raises(
+        StopdownError, match="ZImagePipeline stopped: IndexError: index 256"
+    ) as caught:
+        record_calls(pipe, list_requests(pipe, ["a"], request))
+    assert caught.value.remedy.startswith(
+        "It ran in fp32, so the cause is in the model or the request"
+    )

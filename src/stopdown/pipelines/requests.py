@@ -346,26 +346,6 @@ def list_needed_fields(pipeline_class: type) -> list[str]:
     return [named[target] for target in needed if target in named]
 
 
-def explain_pipeline_error(
-    pipeline_class: type, arguments: Mapping[str, Any], error: Exception
-) -> OptionError:
-    """Return the error for a pipeline whose own code failed before its first component call.
-
-    The message lists media inputs that were not given.
-    """
-    reason = take_first_line(error)[:300]
-    absent = [x for x in read_signature(pipeline_class) if _INPUT.match(x)]
-    absent = [x for x in absent if arguments.get(x) is None]
-    names = ", ".join(absent)
-    return OptionError(
-        f"{pipeline_class.__name__} did not start: {type(error).__name__}: {reason}",
-        expected=f"Missing inputs: {names}." if absent else "",
-        remedy=_say_how(pipeline_class, absent)
-        if absent
-        else 'Give the argument that it names: request=stopdown.Request(arguments={"name": ...}).',
-    )
-
-
 _OF_PRECISION = re.compile(
     r"\b(half|double|dtype|[bf]p?16|fp32|b?float\d*|nan|inf|finite)\b", re.IGNORECASE
 )
@@ -413,7 +393,9 @@ def explain_stop(
     said = [place, *getattr(error, "__notes__", ())]
     if absent:
         said.append(f"It was not given {_list_fields(pipeline_class, absent)}.")
-    if {*precisions} == {"fp32"}:
+    if absent and not _is_of_precision(error):
+        remedy = _say_how(pipeline_class, absent)
+    elif {*precisions} == {"fp32"}:
         remedy = "It ran in fp32, so the cause is in the model or the request."
     elif _is_of_precision(error):
         remedy = (

@@ -31,7 +31,7 @@ from stopdown.pipelines.requests import (
     PROMPTS,
     Request,
     build_arguments,
-    explain_pipeline_error,
+    explain_stop,
     list_needed_fields,
 )
 from stopdown.scaling import ComponentCall, Rank, intercept, put_cast
@@ -56,7 +56,6 @@ class _Recorder:
     calls: dict[str, list[ComponentCall]] = field(default_factory=dict)
     callees: dict[str, Callee] = field(default_factory=dict)
     decoded: dict[str, torch.Tensor] = field(default_factory=dict)
-    has_denoised: bool = False
 
     def __post_init__(self) -> None:
         scheduled = find_adapter(self.pipe).find_scheduled(self.pipe)
@@ -74,7 +73,6 @@ class _Recorder:
 
     def _record(self, call: ComponentCall) -> Any:
         callee = call.callee
-        self.has_denoised |= callee.stage == "denoise"
         total = max(1, self.steps.total)
         if callee.stage != "denoise" or self.steps.done in (0, total // 2, total - 1):
             self.calls.setdefault(callee.name, []).append(_copy_to_cpu(call))
@@ -138,10 +136,8 @@ def record_calls(
                 pipe(**arguments)
             except StopdownError:
                 raise
-            except Exception as error:  # whatever a pipeline's own code raises for want of an input
-                if recorder.has_denoised:
-                    raise
-                raise explain_pipeline_error(type(pipe), arguments, error) from error
+            except Exception as error:  # whatever a pipeline's own code raises
+                raise explain_stop(type(pipe), arguments, error, precisions=("fp32",)) from error
     return _collect(recorder)
 
 
