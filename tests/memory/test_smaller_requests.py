@@ -14,16 +14,16 @@ from stopdown import testing
 from stopdown.devices.device_profiles import find_profile
 from stopdown.dtype_rules.sum_overflow import check_sums, run_pipeline
 from stopdown.memory.smaller_requests import choose_size
-from stopdown.pipelines.requests import Request, build_arguments
+from stopdown.pipelines.requests import Request, build_arguments, name_pipeline_arguments
 
 PICTURE = np.full((24, 40, 3), 128, np.uint8)
 PLENTY = 2**40
 
 
 def make_arguments(name: str, **options: Any) -> dict[str, Any]:
-    """Of a call of a tiny pipeline."""
+    """Return the arguments of a tiny pipeline's call, with no sizes but those of `options`."""
     given = {"image": PICTURE} if name == "svd" else {"prompt": "a"}
-    return build_arguments(make_pipeline(name), Request(**given, **options))
+    return name_pipeline_arguments(type(make_pipeline(name)), Request(**given, **options))
 
 
 @pytest.mark.thorough

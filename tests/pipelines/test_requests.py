@@ -443,16 +443,13 @@ def test_a_picture_becomes_a_tensor_where_a_call_takes_only_tensors() -> None:
     """A hint of Kandinsky's ControlNet has a shape and no size; a picture elsewhere stays one."""
     picture = Image.fromarray(PICTURE)
     embeds = {"image_embeds": 0, "negative_image_embeds": 0}
-    request = Request(arguments={**embeds, "hint": picture})
-    kind = type("P", (), {"__call__": diffusers.KandinskyV22ControlnetPipeline.__call__})
-    given = build_arguments(kind(), request)
+    request = Request(height=24, width=40, arguments={**embeds, "hint": picture})
+    pipe = object.__new__(diffusers.KandinskyV22ControlnetPipeline)
+    given = build_arguments(pipe, request)
     assert given["hint"].shape == (1, 3, 24, 40)
     assert float(given["hint"].max()) == pytest.approx(128 / 255)
     other = make_signature("SomePipeline", hint=None)()
-    assert (
-        build_arguments(other, Request(arguments={"hint": picture}))["hint"]
-        is picture
-    )
+    assert build_arguments(other, Request(arguments={"hint": picture}))["hint"] is picture
 
 
 def test_each_combined_class_makes_both_stages() -> None:
