@@ -343,7 +343,9 @@ def _quantization(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe
 def _convert(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe]:
     converted = folder.with_name(f"{folder.name}-fp16")
     if not converted.exists():
-        run_command("convert", folder, converted)
+        sides = {key: 32 for key in ("height", "width") if key in model.call}
+        plan, request = stopdown.make_plan(folder), stopdown.Request(**sides)
+        stopdown.convert(folder, converted, plan, request=request)
     yield load_plain(converted, torch.float16)
 
 

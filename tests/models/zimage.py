@@ -45,7 +45,7 @@ def make_zimage() -> Any:
             n_kv_heads=2,
             cap_feat_dim=16,
             axes_dims=[8, 4, 4],
-            axes_lens=[256, 256, 256],
+            axes_lens=[256, 32, 32],
         )
         denoiser.x_pad_token.data.zero_()
         denoiser.cap_pad_token.data.zero_()

@@ -88,7 +88,7 @@ def test_a_run_that_the_model_itself_ends_is_one_message() -> None:
     pipe = make_zimage()
     request = Request(height=2048, width=32, steps=1)
     with pytest.raises(
-        StopdownError, match="ZImagePipeline stopped: IndexError: index 256"
+        StopdownError, match="ZImagePipeline stopped: IndexError: index 32"
     ) as caught:
         record_calls(pipe, list_requests(pipe, ["a"], request))
     assert caught.value.remedy.startswith(
