@@ -141,7 +141,8 @@ def make_row(subject: Subject, folder: Path) -> dict[str, Any]:
     except Exception as error:
         row |= {"outcome": "not built", "said": f"{type(error).__name__}: {error}"[:300]}
         return row | {"where": shorten(traceback.format_exc())}
-    words = list_words(type(pipe), given, folder)
+    joins = type(getattr(pipe, "controlnet", None)).__name__.startswith("Multi")
+    words = list_words(type(pipe), given, folder, least=1 if joins else 2)
     row["words"] = [x.replace(f"{folder}/", "") for x in words]
     suffix = choose_output(type(pipe), given)
     del pipe, given
@@ -441,8 +442,12 @@ LEFT = {
 """Arguments that `generate` gives itself, or that a prompt stands for."""
 
 
-def list_words(kind: type, given: dict[str, Any], folder: Path) -> list[str]:
-    """The words behind `generate MODEL` that stand for the arguments of a test's call."""
+def list_words(kind: type, given: dict[str, Any], folder: Path, *, least: int = 2) -> list[str]:
+    """The words behind `generate MODEL` that stand for the arguments of a test's call.
+
+    Args:
+        least: pictures that stay a list; one for ControlNets that are joined, of which there may be one.
+    """
     from stopdown.pipelines.requests import FIELDS, find_pipeline_argument
 
     words, left = list[str](), {k: x for k, x in given.items() if k not in LEFT and x is not None}
@@ -455,7 +460,7 @@ def list_words(kind: type, given: dict[str, Any], folder: Path) -> list[str]:
         left.setdefault("num_inference_steps", 2)
     for field in (x for x in FIELDS if x.metadata["names"]):
         target = find_pipeline_argument(field.name, kind)
-        if target not in left or (field.name.endswith("image") and is_list(left[target])):
+        if target not in left or (field.name.endswith("image") and is_list(left[target], least)):
             continue
         value = left.pop(target)
         value = (
@@ -467,24 +472,24 @@ def list_words(kind: type, given: dict[str, Any], folder: Path) -> list[str]:
         words += [*option, str(value)] if value != "" or option else []
     for name, value in left.items():
         (folder / name).mkdir(exist_ok=True)
-        text = describe(value, folder / name)
+        text = describe(value, folder / name, least)
         if text is not None:
             words += ["--arg", f"{name}={text}"]
     return words
 
 
-def is_list(value: Any) -> bool:
-    """Whether an argument is several pictures, in a list or in lists of a list."""
-    return isinstance(value, list) and (len(value) > 1 or isinstance(value[0], list))
+def is_list(value: Any, least: int = 2) -> bool:
+    """Whether an argument is a list of so many pictures, or lists of a list."""
+    return isinstance(value, list) and (len(value) >= least or isinstance(value[0], list))
 
 
-def describe(value: Any, folder: Path) -> str | None:
+def describe(value: Any, folder: Path, least: int = 2) -> str | None:
     """An argument as `--arg` takes it; None for what it has no form for."""
     with contextlib.suppress(TypeError, ValueError):
         return json.dumps(value)
     if isinstance(value, list) and getattr(value[0], "size", None) and len(value) > MOST_LISTED:
         return f"{write(value, folder / 'clip', is_clip=True)}/"
-    if is_list(value):
+    if is_list(value, least):
         with contextlib.suppress(Exception):
             return json.dumps(list_pictures(value, folder))
     value = value[0] if isinstance(value, list) else value
