@@ -128,7 +128,7 @@ def test_bounds_that_would_round_weights_away_are_not_taken() -> None:
 
 
 def find_vanishing(
-    module: nn.Module, calls: list[MeasuredCall], *, postpones: bool = False
+    module: nn.Module, calls: list[MeasuredCall], **options: bool
 ) -> Scaling:
     """No folds from measured ranges; a fold that leaves nothing of a weight from bounds."""
     bounded = any(part.certain for call in calls for x in call.ranges.values() for part in x)

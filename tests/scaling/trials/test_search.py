@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -54,15 +55,15 @@ def test_where_none_does_the_cheapest_is_taken() -> None:
         take_first([Candidate(lambda: refuse("too hot")), Candidate(lambda: refuse("too cold"))])
 
 
-def postpone() -> int:
+def postpone(go_on: Callable[[], int]) -> int:
     """Something that takes long, and would not do."""
-    raise PostponedError
+    raise PostponedError(go_on)
 
 
 def test_what_is_postponed_counts_only_where_nothing_does() -> None:
     """It is not looked for beside one that does; else it is one of those found, in its place."""
     late: list[int] = []
-    waits = Candidate(postpone, lambda found: False, lambda: late.append(7) or 7)
+    waits = Candidate(lambda: postpone(lambda: late.append(7) or 7), lambda found: False)
     other = Candidate(lambda: 7 + len(late), lambda found: False)
     assert take_first([waits, Candidate(lambda: 2)]) == 2
     assert not late
@@ -70,7 +71,7 @@ def test_what_is_postponed_counts_only_where_nothing_does() -> None:
     assert take_first([other, waits], price=lambda found: -found) == 8
     assert len(late) == 2
     with pytest.raises(ScalingError, match="too late"):
-        take_first([Candidate(postpone, find_late=lambda: refuse("too late"))])
+        take_first([Candidate(lambda: postpone(lambda: refuse("too late")))])
 
 
 class Placed(nn.Module):
@@ -115,9 +116,35 @@ def test_modules_in_fp32_are_looked_for_late_where_nothing_does_without(size: fl
     if size == 64.0:
         assert find_scaling(module, [measured], postpones=True) == find_scaling(module, [measured])
         return
-    assert find_scaling(module, [measured]).fp32_modules
-    with pytest.raises(PostponedError):
-        find_scaling(module, [measured], postpones=True)
+    found = find_scaling(module, [measured])
+    assert found.fp32_modules
+    for doubts in (False, True):
+        with pytest.raises(PostponedError) as postponed:
+            find_scaling(module, [measured], postpones=True, doubts=doubts)
+        assert postponed.value.go_on() == found
+
+
+def test_a_postponed_search_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It solves what is left, and with a doubt nothing without fp32 is solved before."""
+    module = Model(512).eval().requires_grad_(False)
+    measured = measure_call(module, (torch.full((2, 8), 640.0),))
+    solved: list[bool] = []
+    solve = search.solve_problem
+
+    def count(*args: Any, fp32_modules: bool, **options: Any) -> Any:
+        solved.append(fp32_modules)
+        return solve(*args, fp32_modules=fp32_modules, **options)
+
+    monkeypatch.setattr(search, "solve_problem", count)
+    for doubts in (False, True):
+        solved.clear()
+        with pytest.raises(PostponedError) as postponed:
+            find_scaling(module, [measured], postpones=True, doubts=doubts)
+        assert (solved == []) == doubts
+        assert not any(solved)
+        solved.clear()
+        postponed.value.go_on()
+        assert solved == [True]
 
 
 def test_without_that_relaxation_headroom_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from stopdown.scaling.folding.folds import read_headroom
 from stopdown.scaling.graph.capture import Capture
 from stopdown.scaling.graph.nodes import arguments, is_kind, strip_casts
 from stopdown.scaling.graph.range_measurement import log2_of
-from stopdown.scaling.trials.search import Candidate, find_scaling, take_first
+from stopdown.scaling.trials.search import Candidate, PostponedError, find_scaling, take_first
 from stopdown.scaling_records import Scaling
 
 LOOSEST_BITS = (math.inf, 40.0, 30.0, 24.0, 20.0, 17.0, 14.0, 11.0, 8.0, 5.0, 2.0)
@@ -122,8 +122,8 @@ def scale_unmeasured(
     """
 
     def search(bounded: BoundedCalls) -> Scaling:
-        soon = partial(find, postpones=True)
-        strategies = _list_bounds(module, bounded, soon, lambda x: not x.fp32_modules, find)
+        first, later = (partial(find, postpones=True, doubts=x) for x in (False, True))
+        strategies = _list_bounds(module, bounded, first, lambda x: not x.fp32_modules, later)
         return take_first(strategies, price=lambda x: (x.fp32_flops, len(x.fp32_modules)))
 
     kinds = leave_unmeasured(calls)
@@ -168,15 +168,20 @@ def _list_bounds(
     bounded: BoundedCalls,
     find: Find,
     does: Callable[[Scaling], bool],
-    find_late: Find | None = None,
+    find_tighter: Find | None = None,
 ) -> Iterator[Candidate[Scaling]]:
+    """Yield searches with all bounds, and then with fewer and fewer loose ones.
+
+    Args:
+        find: finds exponents for calls; `find_tighter` after it has found none that do.
+    """
     before = None
     for bits in LOOSEST_BITS:
         calls = bounded.mix(bits)
         ranges = [call.ranges for call in calls]
         if ranges != before:  # else no bound is that loose
-            late = partial(_find_wide, find_late or find, module, calls)
-            yield Candidate(partial(_find_wide, find, module, calls), does, late)
+            one = find if before is None else find_tighter or find
+            yield Candidate(partial(_find_wide, one, module, calls), does)
         before = ranges
 
 
@@ -184,7 +189,11 @@ def _find_wide(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCall
     """Find scale exponents for calls whose measured ranges were widened by `CALIBRATED_BITS`; count
     these as headroom.
     """
-    scaling = find_visible(find, module, calls)
+    try:
+        scaling = find_visible(find, module, calls)
+    except PostponedError as postponed:
+        later = postponed.go_on
+        raise PostponedError(partial(_find_wide, lambda *_: later(), module, calls)) from None
     bits = scaling.measured_bits
     return replace(scaling, measured_bits=None if bits is None else bits + CALIBRATED_BITS)
 

@@ -64,17 +64,22 @@ class Candidate(Generic[Found]):
     Attributes:
         find: returns a result, or raises the reason why there is none.
         does: whether a result is accepted at once. Rejected results are compared by price at the end.
-        find_late: computes the result if `find` postponed it; None passes the postponement to the
-            caller.
     """
 
     find: Callable[[], Found]
     does: Callable[[Found], bool] = lambda found: True
-    find_late: Callable[[], Found] | None = None
 
 
 class PostponedError(Exception):
-    """Raised by a strategy that is slow and known to be rejected. It runs only if all others fail."""
+    """Raised by a strategy that is slow and known to be rejected. It goes on only if all others fail.
+
+    Attributes:
+        go_on: computes the result, without the work that was done before.
+    """
+
+    def __init__(self, go_on: Callable[[], Any]) -> None:
+        super().__init__("Only a long search has a result.")
+        self.go_on = go_on
 
 
 def take_first(
@@ -97,10 +102,8 @@ def take_first(
     for number, strategy in enumerate(strategies):
         try:
             made = strategy.find()
-        except PostponedError:
-            if strategy.find_late is None:
-                raise
-            late[number] = strategy.find_late
+        except PostponedError as postponed:
+            late[number] = postponed.go_on
             continue
         except (CaptureError, ScalingError) as error:
             left.append(error)
@@ -108,9 +111,9 @@ def take_first(
         if strategy.does(made):
             return made
         found[number] = made
-    for number, find in late.items():
+    for number, go_on in late.items():
         try:
-            found[number] = find()
+            found[number] = go_on()
         except (CaptureError, ScalingError) as error:
             left.append(error)
     if not found:
@@ -188,6 +191,7 @@ def find_scaling(
     whole: bool = True,
     statements: Statements | None = None,
     postpones: bool = False,
+    doubts: bool = False,
 ) -> Scaling:
     """Find the cheapest scale exponents with which measured calls of a module run in fp16 without overflow.
 
@@ -197,6 +201,7 @@ def find_scaling(
         whole: allow the whole component to stay in fp32, if that is the cheapest.
         statements: cache of stated problems, for several searches that differ in ranges.
         postpones: postpone the search for fp32 modules if no exponents suffice without them.
+        doubts: ask first whether exponents suffice without fp32 modules, as they hardly will.
 
     Raises:
         PostponedError: if `postpones`, and no exponents suffice without fp32 modules.
@@ -221,8 +226,6 @@ def find_scaling(
     def find(relaxation: Relaxation) -> Scaling:
         if relaxation != RELAXATIONS[0] and ends():  # frequent with loose bounds
             raise explain_failure(state(multiplies=True))
-        if relaxation.fp32_flops and postpones and needs_fp32():
-            raise PostponedError
         if not relaxation.fp32_flops:
             return _find_cheaply(module, state, relaxation.headroom_bits)
         scaling = _describe(state(multiplies=True), solve(relaxation.headroom_bits), whole=whole)
@@ -230,17 +233,30 @@ def find_scaling(
             raise ScalingError(f"{scaling.fp32_flops:.0%} of the matmul work would be in fp32.")
         return scaling
 
-    relaxations = (x for x in RELAXATIONS if fp32_modules or not x.fp32_flops)
-    found = take_first(Candidate(partial(find, x)) for x in relaxations)
-    shapes: dict[str, dict[Sizes, None]] = {}
-    for call in calls:
-        shapes.setdefault(call.capture.signature, {})[call.capture.sizes] = None
-    return replace(
-        found,
-        stream=stream,
-        signatures=tuple(sorted(shapes)),
-        shapes={name: tuple(shapes[name])[:MOST_SHAPES] for name in sorted(shapes)},
-    )
+    def search(relaxations: Iterable[Relaxation]) -> Scaling:
+        found = take_first(Candidate(partial(find, x)) for x in relaxations)
+        shapes: dict[str, dict[Sizes, None]] = {}
+        for call in calls:
+            shapes.setdefault(call.capture.signature, {})[call.capture.sizes] = None
+        return replace(
+            found,
+            stream=stream,
+            signatures=tuple(sorted(shapes)),
+            shapes={name: tuple(shapes[name])[:MOST_SHAPES] for name in sorted(shapes)},
+        )
+
+    first, *others = (x for x in RELAXATIONS if fp32_modules or not x.fp32_flops)
+    if not postpones:
+        return search([first, *others])
+    if not (doubts and needs_fp32()):
+        try:
+            return search([first])
+        except ScalingError:
+            if not needs_fp32():
+                return search(others)
+    if ends():
+        raise explain_failure(state(multiplies=True))
+    raise PostponedError(partial(search, [x for x in others if x.fp32_flops]))
 
 
 def _find_cheaply(module: torch.nn.Module, state: Callable[..., Problem], bits: float) -> Scaling:
