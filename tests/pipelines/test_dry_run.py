@@ -28,7 +28,7 @@ from stopdown.pipelines.dry_run import (
 )
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.skeletons import copy_skeleton
-from stopdown.plans.dry_calls import CallListener, list_source_calls
+from stopdown.plans.dry_calls import CallListener, list_pipeline_calls, list_source_calls
 from stopdown.scaling.bounds.input_limits import list_timesteps
 from stopdown.sources.sources import resolve_source
 from stopdown.testing import make_pipeline
@@ -183,6 +183,23 @@ def test_a_pipeline_that_upcasts_its_autoencoder_is_run_dry_to_its_end(save_tiny
     calls, ended = list_source_calls(source, {**sizes, "frames": 2})
     assert not ended
     assert calls.keys() == {"image_encoder", "unet", "vae"}
+
+
+@pytest.mark.thorough
+def test_a_config_without_steps_and_size_is_run_dry_to_its_end() -> None:
+    """Marigold's configs may leave both to the caller: its components are planned nevertheless."""
+    from diffusers import MarigoldNormalsPipeline
+
+    parts = {**make_pipeline("sd").components}
+    parts["unet"] = type(parts["unet"]).from_config(parts["unet"].config, in_channels=8)
+    names = ("unet", "vae", "scheduler", "text_encoder", "tokenizer")
+    pipe = MarigoldNormalsPipeline(**{name: parts[name] for name in names})
+    assert pipe.default_denoising_steps is pipe.default_processing_resolution is None
+    calls, ended = list_pipeline_calls(pipe, {})
+    assert not ended
+    assert calls.keys() == {"text_encoder", "unet", "vae"}
+    pipe.default_denoising_steps = 4
+    assert "num_inference_steps" not in make_arguments(pipe)
 
 
 def test_a_call_with_a_later_timestep_is_kept() -> None:

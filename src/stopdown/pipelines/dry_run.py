@@ -370,4 +370,15 @@ def make_arguments(pipe: Any) -> dict[str, Any]:
     length = config.get("max_text_seq_length")
     if length and "max_sequence_length" in taken:
         arguments["max_sequence_length"] = length
+    for name, own, value in _OF_CONFIGS:
+        if name in taken and getattr(pipe, own, value) is None:
+            arguments[name] = value
     return arguments
+
+
+_OF_CONFIGS = (
+    ("num_inference_steps", "default_denoising_steps", 1),
+    ("processing_resolution", "default_processing_resolution", 0),
+)
+"""Arguments without a default in Marigold's code, the attributes that configs set for them, and values for
+configs that don't: one step, at the picture's own size."""

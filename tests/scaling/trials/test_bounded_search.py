@@ -127,9 +127,7 @@ def test_bounds_that_would_round_weights_away_are_not_taken() -> None:
     rescaling.undo()
 
 
-def find_vanishing(
-    module: nn.Module, calls: list[MeasuredCall], **options: bool
-) -> Scaling:
+def find_vanishing(module: nn.Module, calls: list[MeasuredCall], **options: bool) -> Scaling:
     """No folds from measured ranges; a fold that leaves nothing of a weight from bounds."""
     bounded = any(part.certain for call in calls for x in call.ranges.values() for part in x)
     return Scaling(exponents={"weight": -40} if bounded else {})
