@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -207,56 +207,84 @@ def find_scaling(
         PostponedError: if `postpones`, and no exponents suffice without fp32 modules.
         ScalingError: if no exponents keep the calls in range.
     """
-    state = cache(partial(
-        (statements or Statements()).state, module, calls,
-        stream=stream, wide_outputs=find_wide_outputs(calls),
-    ))  # fmt: skip
+    relaxed = _RelaxedSearch(module, calls, stream, fp32_modules, whole, statements or Statements())
+    first, *others = (x for x in RELAXATIONS if fp32_modules or not x.fp32_flops)
+    if not postpones:
+        return relaxed.run([first, *others])
+    if not (doubts and relaxed.needs_fp32):
+        try:
+            return relaxed.run([first])
+        except ScalingError:
+            if not relaxed.needs_fp32:
+                return relaxed.run(others)
+    if relaxed.is_in_vain:
+        raise explain_failure(relaxed.state(multiplies=True))
+    raise PostponedError(partial(relaxed.run, [x for x in others if x.fp32_flops]))
 
-    @cache
-    def solve(bits: float) -> Solution | None:
-        return _solve_with_fp32(state(multiplies=True), bits, whole=whole)
 
-    @cache
-    def ends() -> bool:
-        return is_hopeless(state(multiplies=True), fp32_modules=fp32_modules)
+@dataclass(frozen=True, eq=False)
+class _RelaxedSearch:
+    """Searches for one problem under `RELAXATIONS`; what one of them finds out, the next knows.
 
-    def needs_fp32() -> bool:
-        return is_hopeless(state(multiplies=True), fp32_modules=False)
+    Attributes:
+        module, calls, stream, fp32_modules, whole, statements: as of `find_scaling`.
+    """
 
-    def find(relaxation: Relaxation) -> Scaling:
-        if relaxation != RELAXATIONS[0] and ends():  # frequent with loose bounds
-            raise explain_failure(state(multiplies=True))
-        if not relaxation.fp32_flops:
-            return _find_cheaply(module, state, relaxation.headroom_bits)
-        scaling = _describe(state(multiplies=True), solve(relaxation.headroom_bits), whole=whole)
-        if scaling.fp32_flops > relaxation.fp32_flops:
-            raise ScalingError(f"{scaling.fp32_flops:.0%} of the matmul work would be in fp32.")
-        return scaling
+    module: torch.nn.Module
+    calls: Sequence[MeasuredCall]
+    stream: ResidualStream | None
+    fp32_modules: bool
+    whole: bool
+    statements: Statements
 
-    def search(relaxations: Iterable[Relaxation]) -> Scaling:
-        found = take_first(Candidate(partial(find, x)) for x in relaxations)
+    def run(self, relaxations: Iterable[Relaxation]) -> Scaling:
+        """Return the first scaling that a relaxation allows."""
+        found = take_first(Candidate(partial(self._find, x)) for x in relaxations)
         shapes: dict[str, dict[Sizes, None]] = {}
-        for call in calls:
+        for call in self.calls:
             shapes.setdefault(call.capture.signature, {})[call.capture.sizes] = None
         return replace(
             found,
-            stream=stream,
+            stream=self.stream,
             signatures=tuple(sorted(shapes)),
             shapes={name: tuple(shapes[name])[:MOST_SHAPES] for name in sorted(shapes)},
         )
 
-    first, *others = (x for x in RELAXATIONS if fp32_modules or not x.fp32_flops)
-    if not postpones:
-        return search([first, *others])
-    if not (doubts and needs_fp32()):
-        try:
-            return search([first])
-        except ScalingError:
-            if not needs_fp32():
-                return search(others)
-    if ends():
-        raise explain_failure(state(multiplies=True))
-    raise PostponedError(partial(search, [x for x in others if x.fp32_flops]))
+    @cached_property
+    def state(self) -> Callable[..., Problem]:
+        """Function that states the problem; `multiplies=True` allows multiplies."""
+        state = partial(self.statements.state, self.module, self.calls)
+        return cache(partial(state, stream=self.stream, wide_outputs=find_wide_outputs(self.calls)))
+
+    @cached_property
+    def is_in_vain(self) -> bool:
+        """Whether no relaxation has a solution."""
+        return is_hopeless(self.state(multiplies=True), fp32_modules=self.fp32_modules)
+
+    @cached_property
+    def needs_fp32(self) -> bool:
+        """Whether no relaxation without fp32 modules has a solution."""
+        return is_hopeless(self.state(multiplies=True), fp32_modules=False)
+
+    @cached_property
+    def _solve(self) -> Callable[[float], Solution | None]:
+        """Function that searches for fp32 modules with a headroom in bits."""
+
+        def solve(bits: float) -> Solution | None:
+            return _solve_with_fp32(self.state(multiplies=True), bits, whole=self.whole)
+
+        return cache(solve)
+
+    def _find(self, relaxation: Relaxation) -> Scaling:
+        if relaxation != RELAXATIONS[0] and self.is_in_vain:  # frequent with loose bounds
+            raise explain_failure(self.state(multiplies=True))
+        if not relaxation.fp32_flops:
+            return _find_cheaply(self.module, self.state, relaxation.headroom_bits)
+        solution = self._solve(relaxation.headroom_bits)
+        scaling = _describe(self.state(multiplies=True), solution, whole=self.whole)
+        if scaling.fp32_flops > relaxation.fp32_flops:
+            raise ScalingError(f"{scaling.fp32_flops:.0%} of the matmul work would be in fp32.")
+        return scaling
 
 
 def _find_cheaply(module: torch.nn.Module, state: Callable[..., Problem], bits: float) -> Scaling:
