@@ -98,6 +98,10 @@ def test_a_needed_argument_is_named_as_it_is_typed() -> None:
     text = 'Use request=stopdown.Request(arguments={"pose_video": ..., "face_video": ...}).'
     said = reword_text(text, GenerateOptions(source="x"))
     assert said == "Use --arg pose_video=VALUE --arg face_video=VALUE."
+    text = (
+        'Use request=stopdown.Request(arguments={"image": ...}) with a list.'  # an option as well
+    )
+    assert reword_text(text, GenerateOptions(source="x")) == "Use --arg image=VALUE with a list."
 
 
 def test_an_item_of_a_batch_is_known_by_its_arguments() -> None:

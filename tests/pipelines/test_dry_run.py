@@ -202,6 +202,23 @@ def test_a_config_without_steps_and_size_is_run_dry_to_its_end() -> None:
     assert "num_inference_steps" not in make_arguments(pipe)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_joined_controlnets_get_a_picture_each(count: int) -> None:
+    """Also one alone takes a list, if it is joined as several are; by itself it takes a picture."""
+    from diffusers import ControlNetModel, MultiControlNetModel, StableDiffusionControlNetPipeline
+
+    pipe = make_pipeline("sd")
+    own = ControlNetModel.from_unet(pipe.unet)
+    joined = MultiControlNetModel([own] * count)
+    parts = {**pipe.components, "safety_checker": None}
+    for part, pictures in ((joined, count), (own, 0)):
+        made = StableDiffusionControlNetPipeline(
+            **parts, controlnet=part, requires_safety_checker=False
+        )
+        given = make_arguments(made)["image"]
+        assert (len(given) if isinstance(given, list) else 0) == pictures
+
+
 def test_a_call_with_a_later_timestep_is_kept() -> None:
     """Z-Image's first timestep is 0 and the others lie below 1: bounds hold for 0 to 1, not to 1000."""
     pipe = make_pipeline("sd")

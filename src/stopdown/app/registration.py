@@ -242,10 +242,11 @@ def reword_text(text: str, options: Any) -> str:
         flag = f"--{name.replace('_', '-')}"
         return flag if value == "True" else f"{flag} {shlex.quote(value)}"
 
+    text = pattern.sub(write, text)
     if any(entry.name == "arg" for entry in dataclasses.fields(options)):
         text = _ARGUMENTS.sub(lambda found: _NAMED.sub(r"--arg \1=VALUE", found[1]), text)
         text = text.replace("=VALUE, --arg", "=VALUE --arg")
-    return pattern.sub(write, text)
+    return text
 
 
 _ARGUMENTS = re.compile(r"request=stopdown\.Request\(arguments=\{([^{}]*)\}\)")

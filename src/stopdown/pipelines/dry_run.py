@@ -304,12 +304,15 @@ def _sign_formats(module: torch.nn.Module) -> str:
 
 
 def _count_held(pipe: Any) -> int:
-    """Count the models in a pipeline's ControlNet or adapter, each of which needs a picture; 1 without."""
+    """Count the models that a pipeline's ControlNet or adapter joins; 0 for one that joins none.
+
+    It takes a list of pictures, one for each, also where it joins only one.
+    """
     for part in (getattr(pipe, "controlnet", None), getattr(pipe, "adapter", None)):
         children = list(part.children()) if isinstance(part, torch.nn.Module) else []
         if len(children) == 1 and isinstance(children[0], torch.nn.ModuleList):
             return len(children[0])
-    return 1
+    return 0
 
 
 def _list_ip_adapters(pipe: Any) -> list[int]:
@@ -337,7 +340,7 @@ def _add_pictures(
     for name in ("mask_image", "control_mask", "control_image"):
         if name in needed:
             found[name] = picture
-    if (count := _count_held(pipe)) > 1:
+    if count := _count_held(pipe):
         found["control_image" if "control_image" in taken else "image"] = [picture] * count
     if "ip_adapter_image" in taken and (widths := _list_ip_adapters(pipe)):
         if getattr(pipe, "image_encoder", None) is not None:
