@@ -16,6 +16,7 @@ from transformers import T5EncoderModel
 
 import stopdown
 from models.pipeline_calls import quiet
+from models.ways_in import REPAIR_SPREAD
 from stopdown import testing
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.call import bring_back
@@ -40,14 +41,14 @@ ENDS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 class Net(nn.Module):
-    """Two linears, whose result reaches 83,000."""
+    """Two linears, whose result reaches 90,300."""
 
     def __init__(self, end: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second, self.end = nn.Linear(16, 32), nn.Linear(32, 8), end
         for tensor in self.second.parameters():
-            tensor.data.mul_(2**17)
+            tensor.data.mul_(3 * 2**16)
 
     def forward(self, x: torch.Tensor) -> Any:
         return ENDS[self.end](self.second(nn.functional.silu(self.first(x))))
@@ -98,13 +99,15 @@ def test_the_first_call_gives_what_the_second_does(way: str, end: str) -> None:
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         right = net(x)
+        assert float(net.second(nn.functional.silu(net.first(x))).abs().max()) > 65504
         bf16 = measure_error(copy.deepcopy(net).bfloat16()(x.bfloat16()), right)
         with WAYS[way](net, x) as prepared:
             first, second = prepared(x.half()), prepared(x.half())
     assert type(first) is type(right)
     pairs = zip(iterate_tensors(first), iterate_tensors(second), strict=True)
     assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
-    assert measure_error(first, right) <= max(bf16, ROUNDED_ONCE)
+    spread = REPAIR_SPREAD if way in ("guard", "run") else 1
+    assert measure_error(first, right) <= max(bf16 * spread, ROUNDED_ONCE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
