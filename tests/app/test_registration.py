@@ -74,6 +74,8 @@ def test_help_is_that_of_the_dataclass() -> None:
         r"Paint a wall\. .*What to paint.*--coats.*How often.*2\].*--colour.*In what.*--rooms.*Where",
         shown,
     )
+    assert "paint [OPTIONS] WALL " in shown
+    assert "WALL What to paint." in shown
 
 
 def test_every_command_takes_the_fields_of_its_record() -> None:

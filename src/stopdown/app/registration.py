@@ -59,7 +59,19 @@ def add_command(app: typer.Typer, name: str, main: Callable[[Any], int], **setti
 
 
 class _Command(typer.core.TyperCommand):
-    """Command that also reads its prompt from `--prompt`, and names the right option for `--dtype`."""
+    """Command that also reads its prompt from `--prompt`, and names the right option for `--dtype`.
+
+    Its help shows an argument as SOURCE, where Typer has `{SOURCE}` and `SOURCE <str>`.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for entry in self.params:
+            if entry.param_type_name == "argument":
+                entry.display_type = lambda ctx: ""  # type: ignore[attr-defined]  # read by Typer
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.ignore_unknown_options:  # a script has options of its own
