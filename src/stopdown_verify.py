@@ -423,7 +423,7 @@ def check_shape(n: Node, shapes: list[Shape], weights: dict[str, Weight]) -> Non
 
 
 def check_product(n: Node, first: Shape, shape: Shape, weights: dict[str, Weight]) -> None:
-    """Check that a linear has a matrix, and a convolution groups and a weight of higher rank."""
+    """Refuse a linear or convolution whose weight doesn't fit its shapes (`first` to `shape`) or groups."""
     w, groups = weights[n["weight"]].shape, n.get("groups", 1)
     demand(len(w) == 2 if "groups" not in n else len(w) > 2, "the weight has other dimensions")
     start, stop = n.get("part", (0, w[0]))
@@ -1469,9 +1469,9 @@ class Graph:
 
 
 def find_lost(values: Array, dtype: str) -> Array:
-    """Return the errors of rounding stated values to a dtype; 0 for values beyond its range.
+    """Return the rounding errors of a certificate's values in a dtype; 0 for values beyond its range.
 
-    Those are listed as not covered.
+    Values beyond the range are reported as not covered by the certificate.
     """
     held = values
     if dtype == "bf16":
@@ -1607,7 +1607,7 @@ def describe_input(n: Node) -> str:
 
 
 def list_assumed(stated: Node) -> list[str]:
-    """List the facts taken from the file: constants that aren't in weight files, dtypes and operations."""
+    """List what a certificate states and nothing checks: loose constants, dtypes, operations."""
     made = []
     for graph in stated["graphs"]:
         method = name_method(graph)

@@ -87,7 +87,7 @@ def find_folded_parts(
 
 
 def spread_rows(folds: Folds, count: int) -> torch.Tensor:
-    """Return the exponent of each row of a tensor, `[count]` in int32."""
+    """Spread the exponents of blocks of rows to each row of a tensor, `[count]` in int32."""
     return _spread(((x[0] if x else slice(None), y) for x, y in folds if len(x) < 2), count)
 
 

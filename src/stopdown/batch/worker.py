@@ -120,7 +120,7 @@ class Worker:
 
     @contextmanager
     def _journal(self, task: Task, plan: Plan, notes: list[str]) -> Iterator[Journal | None]:
-        """Open the journal of an item while the block runs, and remove it when the item is finished.
+        """Open an item's journal of component outputs, and remove it when the item is finished.
 
         Yields None if no journal is kept, or if it cannot be opened, which is noted.
         """

@@ -63,7 +63,7 @@ class BackendRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     onednn: bool = False
 
     def list_also(self, place: Place) -> list[tuple[str, ...]]:
-        """Return the combinations in `also` that apply at a place.
+        """Return the mixtures of operands' formats that are accepted besides one format, on one device.
 
         If its oneDNN formats are unknown, combinations that depend on oneDNN only apply to fp64.
         """

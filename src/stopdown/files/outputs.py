@@ -401,10 +401,10 @@ def discard(part: Path) -> None:
 
 
 def _settle(part: Path, shown: Path, target: Path, option: str, replaces: Replaces | None) -> None:
-    """Rename finished output to its target.
+    """Rename finished output to its target, or to the next free name with a number.
 
     Raises:
-        OutputError: the target cannot be replaced; the output has the numbered name in the message.
+        OutputError: the target can't be replaced. The message has the name that the output got.
     """
     try:
         _refuse_taken(shown, "output", target, option, replaces)

@@ -30,7 +30,7 @@ def strip_answers(signature: str) -> str:
 
 
 def reads_values(signature: str) -> bool:
-    """Return whether a signature contains tensor values that the call's code has read."""
+    """Return whether a call's signature, as text, contains tensor values that its code has read."""
     return strip_answers(signature) != signature
 
 

@@ -105,7 +105,7 @@ class Functions:
             return False
 
     def list_changes(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yield the name, the function before and the function now of each replaced function."""
+        """Yield each function that was replaced since this object was made: its name, before and now."""
         now = vars(self.owner)
         for name in {**self.known, **now}:
             before, value = self.known.get(name, MISSING), now.get(name, MISSING)

@@ -98,6 +98,10 @@ def _read_only(transformer: dict[str, Any], side: int) -> tuple[int, int] | None
     """Read the height and width, in pixels, of a CogVideoX transformer with learned positions.
 
     Learned positions are never resized. Returns None for any other transformer.
+
+    Args:
+        transformer: its config.
+        side: pixels of a latent's side.
     """
     if not transformer.get("use_learned_positional_embeddings"):
         return None

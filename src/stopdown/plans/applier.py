@@ -105,7 +105,7 @@ class AppliedEntry(SameInCopies):
         self.help = WatchOptions(entry.component)
 
     def put_on(self) -> AppliedEntry:
-        """Wait for other threads' calls of the module to finish, apply the entry, and return `self`."""
+        """Put a plan's entry (exponents, casts) on its module after other threads' calls; return `self`."""
         if self.is_over:
             return self
         with find_lock(self.module).changing():

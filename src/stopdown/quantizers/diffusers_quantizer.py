@@ -58,7 +58,7 @@ class StopdownDiffusersQuantizer(PlannedModel, DiffusersQuantizer):
         return False
 
     def get_cuda_warm_up_factor(self) -> int:
-        """Return 2: the weights need as much memory as the empty model's dtypes indicate."""
+        """Return 2, Diffusers' own divisor of the bytes that it reserves before loading."""
         return 2
 
     def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:

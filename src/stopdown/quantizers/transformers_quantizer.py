@@ -41,7 +41,7 @@ class StopdownTransformersQuantizer(PlannedModel, HfQuantizer):
         return model
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Begin the load here, because earlier no weights are tied, and new tensors are on `meta`."""
+        """Return the conversions as they are; begin the load in this hook, the first with weights tied."""
         self._loading.begin(model, self._files)
         return super().update_weight_conversions(weight_conversions, model)
 

@@ -256,7 +256,7 @@ class Plan(Displayed):
         return not rests_on
 
     def summarise(self) -> Summary:
-        """Return a table with a row for each component, and the reasons below."""
+        """Return a table with a row for each component, and the reasons for its precision below."""
         headings = ("component", "runs in", "tensors", "exponents", "fp32 modules", "headroom")
         rows = tuple(map(_describe_entry, self.components))
         notes = ((entry.component, " ".join(entry.reasons)) for entry in self.components)

@@ -49,7 +49,7 @@ LARGE = 10**8
 
 
 class FaultHandler:
-    """Decides and carries out the response to each fault."""
+    """Responds to calls with NaN, Inf or a dtype error: repairs and repeats them, or raises."""
 
     def __init__(self, session: Session, find_origin: Callable[[], FaultOrigin]) -> None:
         """

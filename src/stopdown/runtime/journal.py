@@ -146,7 +146,7 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Release the folder. A second call does nothing."""
+        """Unlock the journal's folder for other processes. A second call does nothing."""
         self._held.close()
 
     def clear(self) -> None:

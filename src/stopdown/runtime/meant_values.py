@@ -98,7 +98,7 @@ class Difference:
     error: float
 
     def is_within(self, other: Difference | None) -> bool:
-        """Return whether it is no larger than another difference, or than `LARGEST_ERROR` for None."""
+        """Return whether two outputs differ no more than `other` says, or `LARGEST_ERROR` for None."""
         if other is None:
             return self.places == 0 and self.error <= LARGEST_ERROR
         return self.places <= other.places and self.error <= max(ROUNDED_ONCE, other.error)

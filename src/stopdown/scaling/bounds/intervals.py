@@ -40,7 +40,7 @@ class Interval:
 
     @property
     def row_error(self) -> torch.Tensor:
-        """Upper bound of the 2-norm of each row's error, `[..., 1]`."""
+        """Upper bound of the 2-norm of each row's rounding error, `[..., 1]`."""
         found = measure_rows(self.radius)
         return found if self.length is None else torch.minimum(found, self.length)
 

@@ -1,4 +1,4 @@
-"""Decide for which linears the output rows' 2-norm is worth bounding by a singular value, the costliest
+"""Decide for which operations the output rows' 2-norm is worth bounding by a singular value, the costliest
 number.
 
 The largest singular value of a weight bounds how long a linear makes a row, but a norm forgets it: a query
