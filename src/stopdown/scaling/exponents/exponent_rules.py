@@ -49,7 +49,7 @@ class CallUnknowns(Protocol):
         """
 
     def eps_unknown(self, node: Node, value: float | None) -> int | None:
-        """Return the index of the unknown exponent of a node's eps, which has this value; None without one."""
+        """Return the index of the unknown exponent of a node's eps with this value; None without one."""
 
     def clamp_unknown(self, node: Node, value: float) -> int | None:
         """Return the unknown scale exponent of a clamp's lower limit; None if the limit can't be scaled."""
