@@ -393,9 +393,7 @@ def explain_stop(
     said = [place, *getattr(error, "__notes__", ())]
     if absent:
         said.append(f"It was not given {_list_fields(pipeline_class, absent)}.")
-    if absent and not _is_of_precision(error):
-        remedy = _say_how(pipeline_class, absent)
-    elif {*precisions} == {"fp32"}:
+    if {*precisions} == {"fp32"}:
         remedy = "It ran in fp32, so the cause is in the model or the request."
     elif _is_of_precision(error):
         remedy = (
