@@ -112,12 +112,7 @@ def draw_split(left: Frames, right: Frames, path: Path, frame: int) -> Path:
         path: the png file.
         frame: which frame.
     """
-    width, height, head, foot = (
-        800,
-        480,
-        84,
-        68,
-    )  # the middle of the frame; legible at half the size
+    width, height, head, foot = 480, 288, 50, 40  # the middle of the frame, as wide as a phone
     top = (width - height) // 2
     halves = [
         Image.fromarray(x[frame]).resize((width, width), Image.Resampling.BICUBIC)
@@ -127,11 +122,11 @@ def draw_split(left: Frames, right: Frames, path: Path, frame: int) -> Path:
     for half, start in zip(halves, (0, width // 2), strict=True):
         sheet.paste(half.crop((start, top, start + width // 2, top + height)), (start, head))
     draw = ImageDraw.Draw(sheet)
-    draw.line((width // 2, head, width // 2, head + height - 1), _PAPER, 6)
+    draw.line((width // 2, head, width // 2, head + height - 1), _PAPER, 4)
     for place, text in ((width // 4, "Diffusers, fp16"), (3 * width // 4, "Stopdown, fp16")):
-        draw.text((place, head / 2), text, _INK, _load_font(44), anchor="mm")
+        draw.text((place, head / 2), text, _INK, _load_font(27), anchor="mm")
     below = "one frame: same model, same prompt, same seed"
-    draw.text((width / 2, head + height + foot / 2), below, _INK, _load_font(32), anchor="mm")
+    draw.text((width / 2, head + height + foot / 2), below, _INK, _load_font(20), anchor="mm")
     with written_beside(path) as part:
         sheet.save(part, format="PNG", optimize=True)
     return path
