@@ -28,9 +28,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from diffusers.models.autoencoders.vae import DecoderOutput
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 
 from models.comparisons import RUN, make_comparison, write_profile
 from stopdown import testing
@@ -52,7 +53,7 @@ from stopdown.records import (
     to_json,
 )
 from stopdown.runtime import journal
-from stopdown.runtime.journal_values import PackingError, pack, unpack
+from stopdown.runtime.journal_values import PackingError, pack
 from stopdown.sources.headers import (
     DamagedFileError,
     find_missing_shards,
@@ -212,34 +213,22 @@ def read_head(path: Path) -> None:
 
 def make_call(folder: Path) -> Path:
     """The file of a call that returned a tuple of a tensor and a table."""
-    structure, tensors = pack((torch.arange(6.0).reshape(2, 3).T, {"x": [1, None, "y"]}))
-    entry = journal._Entry("run", "call", structure, {"random.0": 0}, False)
-    kept = {f"output.{i}": tensor for i, tensor in enumerate(tensors)}
-    content = save(
-        kept | {"random.0": torch.zeros(4, dtype=torch.uint8)},
-        {"call": msgspec.json.encode(entry).decode()},
+    output = (
+        torch.arange(6.0).reshape(2, 3).T,
+        {"x": [1, None, "y"]},
+        DecoderOutput(sample=torch.ones(2)),
     )
-    return write("call.safetensors", lambda: content)(folder)
-
-
-def split_call(content: bytes) -> tuple[Any, Callable[[Any], bytes]]:
-    """What stands beside the tensors of a call, and the file with other words there."""
-    header, join = split_header(content)
-
-    def replace(tree: Any) -> bytes:
-        return join({**header, "__metadata__": {"call": json.dumps(tree)}})
-
-    return json.loads(header["__metadata__"]["call"]), replace
+    entry = journal._Entry("call", output, {0: torch.zeros(4, dtype=torch.uint8)}, repaired=False)
+    return write("call.pt", lambda: pack(vars(entry)))(folder)
 
 
 def read_call(path: Path) -> None:
     """As a journal does, under the name that fits the bytes."""
     content = path.read_bytes()
-    named = path.with_name(f"000000-vae.{hashlib.sha256(content).hexdigest()}.safetensors")
+    named = path.with_name(f"000000-vae.{hashlib.sha256(content).hexdigest()}.pt")
     named.write_bytes(content)
     try:
-        entry, tensors = journal._load_entry(named)
-        unpack(entry.structure, [tensors[name] for name in sorted(tensors) if "output" in name])
+        journal._load_entry(named)
     finally:
         named.unlink()
 
@@ -310,7 +299,7 @@ READERS = {
     "report of a run": Reader(write("run.json", lambda: to_json(RUN)), read_report, split_json),
     "report of a comparison": Reader(write("page.html.json", comparison), read_report, split_json),
     "journal": Reader(make_head, read_head, split_sealed("sha256", "run")),
-    "call of a journal": Reader(make_call, read_call, split_call),
+    "call of a journal": Reader(make_call, read_call),
     "profile": Reader(write("mine.toml", write_profile), read_profile),
     "prompts": Reader(write("prompts.txt", lambda: "a ball\n\na caf\u00e9\n" * 20), read_prompts),
     "log": Reader(write("run.log", lambda: LOG * 20), explain_file),

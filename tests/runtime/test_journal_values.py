@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
+from transformers.modeling_outputs import BaseModelOutput
 
-from stopdown.runtime.journal_values import PackingError, digest_call, pack, unpack
+from stopdown.runtime.journal_values import (
+    PackingError,
+    _make,
+    _spread,
+    digest_call,
+    pack,
+    unpack,
+)
+
+EYE = torch.eye(2)
 
 
 def test_structures_come_back_with_strides_and_shared_tensors() -> None:
     """Outputs keep their class; a tensor that is there twice is stored once."""
     tensor = torch.arange(6.0).reshape(2, 3).T
     value = {"a": [tensor, (tensor, None, 1.5)], "b": DecoderOutput(sample=torch.ones(2))}
-    structure, tensors = pack(value)
-    assert len(tensors) == 2
-    found: Any = unpack(structure, tensors)
+    found: Any = unpack(pack(value))
     assert found["a"][0] is found["a"][1][0]
     assert found["a"][0].stride() == tensor.stride()
     assert torch.equal(found["a"][0], tensor)
@@ -25,12 +40,99 @@ def test_structures_come_back_with_strides_and_shared_tensors() -> None:
     assert found["a"][1][1:] == (None, 1.5)
 
 
-def test_other_objects_are_refused() -> None:
-    """Nothing is pickled, and a structure that is damaged gives no value."""
-    with pytest.raises(PackingError, match="it returns a set"):
-        pack({1})
-    with pytest.raises(PackingError, match="its structure is not right"):
-        unpack({"tensor": 3, "strides": [1], "on": "cpu"}, [])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x: x[:, -1],
+        lambda x: x[1, :, :3].T,
+        lambda x: x[:1, 0].expand(5, 512),
+        lambda x: x[:, :0],
+        lambda x: torch.nn.Parameter(x[0, 0]),
+    ],
+)
+def test_views_come_back_without_the_storage_behind_them(
+    cut: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """A part of a large tensor keeps values and strides, and takes the bytes of its own values."""
+    view = cut(torch.randn(2, 512, 512))
+    content = pack((view, view))
+    assert len(content) < 40_000
+    found, again = unpack(content)
+    assert found is again
+    assert torch.equal(found, view)
+    assert (found.shape, found.stride()) == (view.shape, view.stride())
+    assert not found.requires_grad
+
+
+class Unknown:
+    """No output of a model."""
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (Unknown(), "it returns a Unknown"),
+        (np.ones(2), "it returns a ndarray"),
+        (BaseModelOutput(last_hidden_state=[Unknown()]), "it returns a Unknown"),
+        (iter(()), "it returns a tuple_iterator"),
+        (torch.eye(2).to_sparse(), "it returns a Tensor of layout torch.sparse_coo"),
+        ({"x": Unknown}, r"it returns \S*test_journal_values.Unknown itself"),
+        (os.system, r"it returns \S+.system itself"),
+        ((EYE, EYE.view(torch.int32)), "it can't be pickled: Cannot save multiple tensors"),
+    ],
+)
+def test_other_objects_are_refused(value: Any, said: str) -> None:
+    """What couldn't be read again isn't written."""
+    with pytest.raises(PackingError, match=said):
+        pack(value)
+
+
+class Hostile:
+    """Pickled, it is a call of any function."""
+
+    def __init__(self, call: Callable[..., Any], *arguments: Any) -> None:
+        self.call, self.arguments = call, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call, self.arguments
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "said"),
+    [
+        (os.system, ("touch hostile",), "its structure is not right"),
+        (eval, ("open('hostile', 'w')",), "its structure is not right"),
+        (open, ("hostile", "w"), "its structure is not right"),
+        (DecoderOutput, (), "its structure is not right"),  # only by its name
+        (_make, ("os", "system", {}), "its structure names os.system, which is no output"),
+        (_make, ("this", "anything", {}), "names this.anything, which is no output"),
+        (_make, ("torch.nn", "Linear", {}), "names torch.nn.Linear, which is no output"),
+        (_make, ("builtins", "open", {"file": "hostile", "mode": "w"}), "which is no output"),
+        (_make, (DecoderOutput.__module__, "DecoderOutput", {"other": 1}), "is not right"),
+        (_make, (3, [], None), "its structure is not right"),
+        (_spread, (torch.ones(2), (2**60,), (2**60,)), "its structure is not right"),
+        (_spread, (torch.ones(2), (5,), (1,)), "its structure is not right"),
+    ],
+)
+def test_a_hostile_pickle_is_refused(
+    call: Any, arguments: tuple[Any, ...], said: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A file that calls other functions or names other classes executes and imports nothing."""
+    monkeypatch.chdir(tmp_path)
+    file = io.BytesIO()
+    torch.save({"output": Hostile(call, *arguments)}, file)
+    with pytest.raises(PackingError, match=said):
+        unpack(file.getvalue())
+    assert not list(tmp_path.iterdir())
+    assert "this" not in sys.modules
+
+
+def test_what_is_no_file_of_a_journal_is_refused() -> None:
+    """Cut, empty, or pickled by something else."""
+    whole = pack({"output": torch.ones(3)})
+    for content in (b"", whole[: len(whole) // 2], pickle.dumps({"output": 1}), b"PK" + bytes(99)):
+        with pytest.raises(PackingError, match="its structure is not right"):
+            unpack(content)
 
 
 def test_calls_differ_by_each_argument() -> None:

@@ -132,13 +132,16 @@ def _find_states(module: torch.nn.Module) -> Iterator[Any]:
 
 def _find_hooks(module: torch.nn.Module) -> Iterator[Any]:
     if getattr(module, "is_cache_enabled", False):
-        yield from (x for x in iterate_hooks(module) if getattr(x, "_is_stateful", False))
+        hooks = (hook for _, hook in iterate_hooks(module))
+        yield from (x for x in hooks if getattr(x, "_is_stateful", False))
 
 
-def iterate_hooks(module: torch.nn.Module) -> Iterator[Any]:
-    for child in module.modules():
+def iterate_hooks(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield Diffusers' hooks on a module and its submodules, each with the path of its module."""
+    for path, child in module.named_modules():
         registry = vars(child).get("_diffusers_hook")
-        yield from registry.hooks.values() if registry is not None else ()
+        for hook in registry.hooks.values() if registry is not None else ():
+            yield path, hook
 
 
 def _copy(values: dict[str, Any]) -> dict[str, Any]:

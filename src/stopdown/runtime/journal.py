@@ -1,11 +1,10 @@
 """Keep the outputs of a run's component calls on disk, so that a killed run can continue where it stopped.
 
-The outermost layer at each component call writes the call's output to a safetensors file: atomically,
-with the SHA-256 of its bytes at the end of its name. When the same run is started again, the pipeline
-starts from the beginning, and the output of each call in the journal is read instead of computed, if its
-arguments have the same bytes. The scheduler's state needn't be stored, because its steps run again.
-Random generators are set to their states after the call. A repaired call is run again, so that its repair
-applies to later calls.
+The outermost layer at each component call writes the call's output to a file: atomically, with the SHA-256
+of its bytes at the end of its name. When the same run is started again, the pipeline starts from the
+beginning, and the output of each call in the journal is read instead of computed, if its arguments have the
+same bytes. The scheduler's state needn't be stored, because its steps run again. Random generators are set
+to their states after the call. A repaired call is run again, so that its repair applies to later calls.
 
 Not covered: components that change their arguments in place, or that use NumPy's or Python's random
 generators inside a call. Components that cache earlier calls (step caches) are refused.
@@ -13,21 +12,18 @@ generators inside a call. Components that cache earlier calls (step caches) are 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-import safetensors
-import safetensors.torch
 import torch
 
 from stopdown.component_call_names import name_module_path
@@ -35,48 +31,41 @@ from stopdown.component_calls.components import find_callees, find_components, r
 from stopdown.devices.device_choice import choose_device
 from stopdown.devices.environment import describe_machine
 from stopdown.errors import InputError, OutputError
-from stopdown.files.json_files import UnreadableError, parse_json, read_json_table, read_small_file
+from stopdown.files.json_files import UnreadableError, read_json_table, read_small_file
 from stopdown.files.outputs import LOCK, held_folder
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import RandomSource, find_random
 from stopdown.module_calls.call_interception import find_module
 from stopdown.module_calls.callee import Callee
+from stopdown.module_calls.step_caches import iterate_hooks
 from stopdown.number_formats import name_dtype
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import JournalUse
-from stopdown.runtime.journal_values import (
-    PackingError,
-    digest_call,
-    pack,
-    unpack,
-)
+from stopdown.runtime.journal_values import PackingError, digest_call, pack, unpack
 from stopdown.scaling import ComponentCall, Rank, intercept
 
 LIMIT_BYTES = 4 * 2**30
 """Size at which a journal ends; 50 guided steps of CogVideoX-5B take an eighth of it."""
 
-_SCHEMA = 1
+_SCHEMA = 2
 _HEAD = "journal.json"
 _MOST_HEAD_BYTES = 2**20
 _PARTS = ".*.part"
-_ENTRY = re.compile(r"(\d{6})-[\w.]+\.([0-9a-f]{64})\.safetensors")
+_ENTRY = re.compile(r"(\d{6})-[\w.]+\.([0-9a-f]{64})\.\w+")  # whatever suffix another version wrote
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """The metadata in the file of one stored call, besides its tensors."""
+    """One stored call.
 
-    run: str
+    Attributes:
+        call: SHA-256 of its run, its component and its arguments.
+        output: what it returned.
+        random: states after it of the random generators that it drew from, by index.
+        repaired: whether the guard repaired it.
+    """
+
     call: str
-    structure: Any
-    random: dict[str, int]
-    repaired: bool
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """A call's stored output, with the states of random generators after it (by index)."""
-
     output: Any
     random: dict[int, torch.Tensor]
     repaired: bool
@@ -133,9 +122,18 @@ class Journal:
         Args:
             patches: undoing them ends the interception.
             count_repairs: returns the number of repairs so far.
+
+        Raises:
+            InputError: the journal belongs to another run, or a component remembers earlier calls.
         """
-        self._prepare(pipe)
-        self._count_repairs = count_repairs
+        _refuse_memories(pipe)
+        head = {**self._run, **_describe_pipeline(pipe)}
+        self._refuse_differences(head)
+        if self._head is None:
+            self._begin(head)
+        elif count := len(self._list_entries()):
+            self._announce(f"The journal {self.folder} has {count} calls; the run continues there.")
+        self._head, self._count_repairs = head, count_repairs
         for callee in find_callees(pipe):
             intercept(callee, self._enter, patches, Rank.JOURNAL)
 
@@ -160,17 +158,6 @@ class Journal:
         size = sum(path.stat().st_size for path in self._list_entries())
         return replace(self._use, bytes=size)
 
-    def _prepare(self, pipe: Any) -> None:
-        """Check that the journal belongs to this run of the pipeline, or start it."""
-        _refuse_memories(pipe)
-        head = {**self._run, **_describe_pipeline(pipe)}
-        self._refuse_differences(head)
-        if self._head is None:
-            self._begin(head)
-        elif count := len(self._list_entries()):
-            self._announce(f"The journal {self.folder} has {count} calls; the run continues there.")
-        self._head = head
-
     def _begin(self, head: dict[str, Any]) -> None:
         """Start the journal: delete its calls, and write the head that identifies the run."""
         self._drop_from(0)
@@ -179,14 +166,7 @@ class Journal:
         try:
             _write_whole(self.folder / _HEAD, content)
         except OSError as error:
-            raise OutputError(
-                f"The journal {self.folder} cannot be written: {error.strerror}.",
-                remedy="Name another folder for the journal.",
-            ) from error
-
-    @property
-    def _run_digest(self) -> str:
-        return _digest_head(self._head or {})
+            raise _explain_refusal(self.folder, error) from error
 
     def _enter(self, call: ComponentCall) -> Any:
         """Read or make a component call; one made inside another component's call isn't stored."""
@@ -204,46 +184,52 @@ class Journal:
         number, self._number = self._number, self._number + 1
         if self._stopped and not self._find_entry(number):
             return call.proceed()
-        digest, sources = digest_call(call.callee.name, call.args, call.kwargs), _find_sources(call)
+        whose = f"{_digest_head(self._head or {})} {call.callee.name}"
+        digest, sources = digest_call(whose, call.args, call.kwargs), _find_sources(call)
         found = self._read(number, digest, len(sources))
-        before = {} if found else {i: source.read() for i, source in enumerate(sources)}
+        before = [source.read() for source in sources]
         self.own_s += time.perf_counter() - begun
         if found is not None:
-            use, counts = self._use, Counter(self._use.components)
-            counts[call.callee.name] += 1
-            self._use = replace(use, answered=use.answered + 1, components=dict(counts))
-            return _give(found, call, sources)
+            return self._give(found, call, sources)
         repairs = self._count_repairs()
         output = call.proceed()
         begun = time.perf_counter()
         if not self._stopped:
-            is_repaired = self._count_repairs() > repairs
-            answer = _Answer(output, _read_drawn(sources, before), is_repaired)
-            self._write(number, call.callee.name, digest, answer)
+            now = enumerate([source.read() for source in sources])
+            drawn = {i: state for i, state in now if not torch.equal(state, before[i])}
+            entry = _Entry(digest, output, drawn, repaired=self._count_repairs() > repairs)
+            self._write(number, call.callee.name, entry)
         self.own_s += time.perf_counter() - begun
         return output
 
-    def _write(self, number: int, component: str, digest: str, answer: _Answer) -> None:
+    def _give(self, entry: _Entry, call: ComponentCall, sources: list[RandomSource]) -> Any:
+        """Return a stored call's output, and set random generators to their states after it.
+
+        A call that was repaired is run again, so that its repair applies to later calls.
+        """
+        counts = Counter(self._use.components)
+        counts[call.callee.name] += 1
+        answered = self._use.answered + 1
+        self._use = replace(self._use, answered=answered, components=dict(counts))
+        if entry.repaired:
+            call.proceed()
+        for index, state in entry.random.items():
+            sources[index].put(state)
+        return entry.output
+
+    def _write(self, number: int, component: str, entry: _Entry) -> None:
         try:
-            structure, kept = pack(answer.output)
-            tensors = {f"output.{i}": tensor for i, tensor in enumerate(kept)}
-            tensors |= {f"random.{i}": state.contiguous() for i, state in answer.random.items()}
-            places = {f"random.{i}": i for i in answer.random}
-            entry = _Entry(self._run_digest, digest, structure, places, answer.repaired)
-            content = safetensors.torch.save(tensors, {"call": msgspec.json.encode(entry).decode()})
-            self._write_entry(number, component, content)
+            content = pack(vars(entry))
+            if self.use.bytes + len(content) > self._limit:
+                self._stop(f"it would grow beyond {self._limit / 2**30:.3g} GiB")
+                return
+            name = f"{number:06}-{component}.{_digest_bytes(content)}.pt"
+            _write_whole(self.folder / name, content)
+            self._use = replace(self._use, written=self._use.written + 1)
         except PackingError as error:
             self._stop(f"the output of `{component}` cannot be kept: {error}")
         except OSError as error:
             self._stop(f"the folder cannot be written: {error.strerror}")
-
-    def _write_entry(self, number: int, component: str, content: bytes) -> None:
-        if sum(path.stat().st_size for path in self._list_entries()) + len(content) > self._limit:
-            self._stop(f"it would grow beyond {self._limit / 2**30:.3g} GiB")
-            return
-        name = f"{number:06}-{component}.{_digest_bytes(content)}.safetensors"
-        _write_whole(self.folder / name, content)
-        self._use = replace(self._use, written=self._use.written + 1)
 
     def _stop(self, why: str) -> None:
         """Stop writing; the calls written so far remain valid, and a killed run continues after them."""
@@ -254,12 +240,12 @@ class Journal:
         self._use = replace(self._use, notes=(*self._use.notes, text))
         self._announce(text)
 
-    def _read(self, number: int, digest: str, sources: int) -> _Answer | None:
+    def _read(self, number: int, digest: str, sources: int) -> _Entry | None:
         """Read a call from the journal; return None if it has no such call, or an invalid one.
 
         Args:
             number: of the call, in the order of the run.
-            digest: of the call's arguments.
+            digest: of the run, the component and the arguments.
             sources: number of random generators that the call may draw from.
         """
         path = self._find_entry(number)
@@ -268,17 +254,14 @@ class Journal:
                 self._rebuild(number, "is missing")
             return None
         try:
-            entry, tensors = _load_entry(path)
-            if entry.run != self._run_digest or entry.call != digest:
+            entry = _load_entry(path)
+            if entry.call != digest:
                 raise PackingError("it was made with other arguments")
-            kept = [tensors[f"output.{i}"] for i in range(len(tensors) - len(entry.random))]
-            random = {i: tensors[name] for name, i in entry.random.items()}
-            if not all(0 <= index < sources for index in random):
+            if not all(0 <= index < sources for index in entry.random):
                 raise PackingError("it names random numbers that no call draws from")
-            return _Answer(unpack(entry.structure, kept), random, entry.repaired)
-        except (KeyError, PackingError) as error:
-            lacks = "it lacks the tensor " if isinstance(error, KeyError) else ""
-            self._rebuild(number, f"is of no use: {lacks}{error}")
+            return entry
+        except PackingError as error:
+            self._rebuild(number, f"is of no use: {error}")
             return None
 
     def _rebuild(self, number: int, why: str) -> None:
@@ -331,32 +314,8 @@ class Journal:
             )
 
 
-def _give(found: _Answer, call: ComponentCall, sources: list[RandomSource]) -> Any:
-    """Return a stored call's output, and set random generators to their states after it.
-
-    A call that was repaired is run again, so that its repair applies to later calls.
-    """
-    if found.repaired:
-        call.proceed()
-    for index, state in found.random.items():
-        sources[index].put(state)
-    return found.output
-
-
-def _read_drawn(
-    sources: list[RandomSource], before: dict[int, torch.Tensor]
-) -> dict[int, torch.Tensor]:
-    """Return the present states of the random generators that a call drew from, by index.
-
-    Args:
-        before: states before the call; generators with the same state weren't used.
-    """
-    now = {index: source.read() for index, source in enumerate(sources)}
-    return {index: state for index, state in now.items() if not torch.equal(state, before[index])}
-
-
-def _load_entry(path: Path) -> tuple[_Entry, dict[str, torch.Tensor]]:
-    """Load a call's metadata and tensors from its file, and check its bytes against the SHA-256.
+def _load_entry(path: Path) -> _Entry:
+    """Load a stored call from its file, and check the file's bytes against the SHA-256 in its name.
 
     Raises:
         PackingError: the file is damaged.
@@ -364,15 +323,12 @@ def _load_entry(path: Path) -> tuple[_Entry, dict[str, torch.Tensor]]:
     matched = _ENTRY.fullmatch(path.name)
     try:
         content = read_small_file(path, most_bytes=LIMIT_BYTES)
+        if matched is None or _digest_bytes(content) != matched[2]:
+            raise PackingError("its bytes are not those that were written")
+        return msgspec.convert(unpack(content), _Entry)
     except UnreadableError as error:
         raise PackingError(str(error)) from error
-    if matched is None or _digest_bytes(content) != matched[2]:
-        raise PackingError("its bytes are not those that were written")
-    try:
-        with safetensors.safe_open(path, framework="pt") as opened:
-            said = parse_json((opened.metadata() or {}).get("call", "").encode())
-        return msgspec.convert(said, _Entry), safetensors.torch.load(content)
-    except (msgspec.MsgspecError, UnreadableError, safetensors.SafetensorError) as error:
+    except msgspec.ValidationError as error:
         raise PackingError(f"it is no entry of a journal ({error})") from error
 
 
@@ -399,12 +355,6 @@ def _write_whole(path: Path, content: bytes) -> None:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # some systems cannot sync a folder
-        handle = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -431,10 +381,14 @@ def _hold(folder: Path, stack: ExitStack) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(held_folder(folder, busy))
     except OSError as error:
-        raise OutputError(
-            f"The journal {folder} cannot be written: {error.strerror}.",
-            remedy="Name another folder for the journal.",
-        ) from error
+        raise _explain_refusal(folder, error) from error
+
+
+def _explain_refusal(folder: Path, error: OSError) -> OutputError:
+    return OutputError(
+        f"The journal {folder} cannot be written: {error.strerror}.",
+        remedy="Name another folder for the journal.",
+    )
 
 
 def _describe_pipeline(pipe: Any) -> dict[str, Any]:
@@ -472,7 +426,7 @@ def _read_settings(scheduler: Any) -> str:
 def _refuse_memories(pipe: Any) -> None:
     """Refuse components with step caches, which would miss the calls that are read instead of made."""
     for name, module in find_components(pipe).items():
-        for path, hook in _iterate_hooks(module):
+        for path, hook in iterate_hooks(module):
             if getattr(hook, "_is_stateful", False):
                 place = name_module_path(name, path)
                 raise InputError(
@@ -480,13 +434,6 @@ def _refuse_memories(pipe: Any) -> None:
                     expected="Each call that a journal answers is a function of its arguments.",
                     remedy="Run without a journal, or take the cache off: disable_cache().",
                 )
-
-
-def _iterate_hooks(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    for path, child in module.named_modules():
-        registry = getattr(child, "_diffusers_hook", None)
-        for hook in getattr(registry, "hooks", {}).values():
-            yield path, hook
 
 
 def _find_sources(call: ComponentCall) -> list[RandomSource]:

@@ -1,22 +1,27 @@
-"""Convert component outputs to tensors and plain data for a journal's files, and back; compute digests
-of arguments.
+"""Convert component outputs to bytes for a journal's files, and back; compute digests of arguments.
 
-A structure is a tree of plain values in which tensors are numbered. Strides and devices are stored, so that
-the same kernels compute with restored tensors as before. The only classes are those of model outputs and
-of autoencoders' latent distributions; they are looked up among loaded modules, so a file can't cause an
-import or run code.
+The bytes are those of `torch.save`: tensors return with their strides and devices, so that the same kernels
+compute with them as before. PyTorch's restricted unpickler reads them; of the functions that a file may
+name, it calls only PyTorch's own for tensors and two of this module. The only classes are those of model
+outputs and of autoencoders' latent distributions; they are looked up among loaded modules, so a file can't
+cause an import or run code.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
+import io
+import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from stopdown.number_formats import name_dtype
 
@@ -24,98 +29,94 @@ _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, t
 
 
 class PackingError(Exception):
-    """Raised if a value can't be stored in a file, or a file's structure is invalid."""
+    """Raised if a value can't be stored in a file, or a file's content is invalid."""
 
 
-def pack(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Convert a value to a structure for JSON and a list of its tensors, as contiguous CPU copies.
+def pack(value: Any) -> bytes:
+    """Convert a value, which may contain tensors and model outputs, to the content of a file.
 
     Raises:
         PackingError: it contains an object of unknown class.
 
     Cost: a host copy of every tensor.
     """
-    tensors: list[torch.Tensor] = []
-    return _pack(value, tensors, {}), tensors
-
-
-def _pack(value: Any, tensors: list[torch.Tensor], seen: dict[int, Any]) -> Any:
-    def pack_pairs(pairs: Any) -> list[Any]:
-        return [[name, _pack(item, tensors, seen)] for name, item in pairs]
-
-    kind = type(value)
-    if value is None or kind in (bool, int, float, str):
-        return {"plain": value}
-    if isinstance(value, torch.Tensor):
-        return _pack_tensor(value, tensors, seen)
-    if kind in (list, tuple):
-        return {kind.__name__: [_pack(item, tensors, seen) for item in value]}
-    if kind is dict and all(isinstance(key, str) for key in value):
-        return {"dict": pack_pairs(value.items())}
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    if _is_output(kind):
-        fields = [entry.name for entry in dataclasses.fields(value)]
-        return {"output": name, "fields": pack_pairs((x, getattr(value, x)) for x in fields)}
-    if _is_distribution(kind):
-        return {"distribution": name, "fields": pack_pairs(vars(value).items())}
-    raise PackingError(f"it returns a {kind.__qualname__}")
-
-
-def _pack_tensor(value: torch.Tensor, tensors: list[torch.Tensor], seen: dict[int, Any]) -> Any:
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
-        raise PackingError(f"it returns a {type(value).__qualname__} of layout {value.layout}")
-    if id(value) not in seen:
-        node = {"tensor": len(tensors), "strides": list(value.stride()), "on": str(value.device)}
-        seen[id(value)] = node
-        copied = torch.empty(value.shape, dtype=value.dtype)  # contiguous, also for a single row
-        tensors.append(copied.copy_(value.detach()))
-    return seen[id(value)]
-
-
-def unpack(structure: Any, tensors: list[torch.Tensor]) -> Any:
-    made: dict[int, torch.Tensor] = {}
+    file = io.BytesIO()
+    pickling: Any = SimpleNamespace(__name__=__name__, Pickler=_Pickler)
     try:
-        return _unpack(structure, tensors, made)
+        torch.save(value, file, pickle_module=pickling)
+    except RuntimeError as error:  # a cycle, or two views of the same bytes in different dtypes
+        raise PackingError(f"it can't be pickled: {error}") from error
+    file.seek(0)
+    with safe_globals([_spread, _make]):
+        if unknown := get_unsafe_globals_in_checkpoint(file):
+            raise PackingError(f"it returns {unknown[0]} itself")
+    return file.getvalue()
+
+
+def unpack(content: bytes) -> Any:
+    """Convert a file's content to the value again; nothing in it is executed.
+
+    Raises:
+        PackingError: it is damaged, or contains anything else than `pack` writes.
+    """
+    try:
+        with safe_globals([_spread, _make]):
+            return torch.load(io.BytesIO(content), weights_only=True)
     except PackingError:
         raise
-    except Exception as error:  # what classes of outputs make of fields that are not theirs
-        raise PackingError(f"its structure is not right: {error}") from error
+    except Exception as error:  # also what classes of outputs make of fields that are not theirs
+        raise PackingError("its structure is not right") from error
 
 
-def _unpack(node: dict[str, Any], tensors: list[torch.Tensor], made: dict[int, Any]) -> Any:
-    def unpack_pairs(pairs: Any) -> dict[str, Any]:
-        return {str(name): _unpack(item, tensors, made) for name, item in pairs}
+class _Pickler(pickle.Pickler):
+    """Pickles tensors and, by the names of their classes, outputs; refuses other objects."""
 
-    if "plain" in node:
-        return node["plain"]
-    if "tensor" in node:
-        number = node["tensor"]
-        if number not in made:
-            made[number] = _place(tensors[number], node["strides"], node["on"])
-        return made[number]
-    for kind in (list, tuple):
-        if kind.__name__ in node:
-            return kind(_unpack(item, tensors, made) for item in node[kind.__name__])
-    if "dict" in node:
-        return unpack_pairs(node["dict"])
-    fields = unpack_pairs(node["fields"])
-    if "output" in node:
-        return _find_class(node["output"], _is_output)(**fields)
-    found = _find_class(node["distribution"], _is_distribution)
-    value = found.__new__(found)
-    vars(value).update(fields)
-    return value
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return _reduce_tensor(value)
+        if _is_output(kind):
+            fields = {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value)}
+            return _make, (kind.__module__, kind.__qualname__, fields)
+        if _is_distribution(kind):
+            return _make, (kind.__module__, kind.__qualname__, vars(value))
+        is_named = isinstance(value, type) or inspect.isroutine(value)
+        if is_named or kind in (torch.dtype, torch.device, torch.Size, OrderedDict):
+            return NotImplemented  # parts of a pickled tensor; `pack` finds other names
+        raise PackingError(f"it returns a {kind.__qualname__}")
 
 
-def _place(tensor: torch.Tensor, strides: list[int], device: str) -> torch.Tensor:
-    """Copy a stored tensor to a device with the strides that it had."""
-    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
-    into = made
-    for dim, stride in enumerate(strides):
-        if stride == 0 and tensor.shape[dim] > 1:  # expanded: one value stands for all
-            into, tensor = into.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
-    into.copy_(tensor)
-    return made
+def _reduce_tensor(value: torch.Tensor) -> Any:
+    """Return how to pickle a tensor: with its storage, or, if that is much larger, its own values alone."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+        raise PackingError(f"it returns a {type(value).__qualname__} of layout {value.layout}")
+    tensor, strides = value.detach(), value.stride()
+    # Along a dimension that was expanded, one value stands for all.
+    own = tensor[tuple(slice(None if stride else 1) for stride in strides)]
+    if 2 * own.nbytes >= tensor.untyped_storage().nbytes():
+        return tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    dense = own.clone(memory_format=torch.contiguous_format)
+    return _spread, (dense, tuple(tensor.shape), strides)
+
+
+def _spread(dense: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """Give a tensor these strides, and expand it to this shape."""
+    made = torch.empty_strided(dense.shape, strides, dtype=dense.dtype, device=dense.device)
+    return made.copy_(dense).as_strided(shape, strides)
+
+
+def _make(module: str, path: str, fields: dict[str, Any]) -> Any:
+    """Make a model output or a latent distribution of these fields, if its class is loaded."""
+    kind: Any = sys.modules.get(module)
+    for part in path.split("."):
+        kind = getattr(kind, "__dict__", {}).get(part)  # `getattr` would load parts of lazy modules
+    if isinstance(kind, type) and _is_output(kind):
+        return kind(**fields)
+    if isinstance(kind, type) and _is_distribution(kind):
+        made: Any = object.__new__(kind)
+        vars(made).update(fields)
+        return made
+    raise PackingError(f"its structure names {module}.{path}, which is no output")
 
 
 def _is_output(kind: type) -> bool:
@@ -129,24 +130,14 @@ def _is_distribution(kind: type) -> bool:
     return is_plain and all(callable(getattr(kind, name, None)) for name in ("sample", "mode"))
 
 
-def _find_class(name: str, is_known: Callable[[type], bool]) -> Any:
-    module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, type) or not is_known(found):
-        raise PackingError(f"its structure names {name}, which is no output")
-    return found
-
-
-def digest_call(component: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Compute the SHA-256 of a call: the component's name and all arguments, with tensors' bytes.
+def digest_call(whose: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Compute the SHA-256 of a call: whose call it is, and all arguments, with tensors' bytes.
 
     Objects of unknown classes contribute their class and the tensors in their attributes.
 
     Cost: a host copy of every tensor.
     """
-    digest = hashlib.sha256(component.encode())
+    digest = hashlib.sha256(whose.encode())
     for part in _iterate_bytes((args, dict(sorted(kwargs.items())))):
         digest.update(part)
     return digest.hexdigest()
