@@ -16,10 +16,9 @@ from stopdown import cast_, rescale_
 from stopdown.errors import ScalingError
 from stopdown.numerics import relative_l2
 from stopdown.records import Scaling
-from stopdown.scaling.exponents.problem import MeasuredCall
-from stopdown.scaling.trials import bounded_search
+from stopdown.scaling.exponents.problem import VANISHING_BITS, MeasuredCall
+from stopdown.scaling.trials import bounded_search, search
 from stopdown.scaling.trials.bounded_search import (
-    VANISHING_BITS,
     find_visible,
     is_free,
     is_visible,
@@ -145,6 +144,37 @@ def test_exponents_from_bounds_are_looked_at() -> None:
     load = dict(module.named_parameters()).__getitem__
     with pytest.raises(ScalingError, match="weight would vanish in fp16"):
         scale_unmeasured(module, [(measured.capture, args, {})], load, find_vanishing)
+
+
+@pytest.mark.parametrize(("bits", "vanishes"), [(18, False), (40, True)])
+def test_multiplies_are_not_searched_where_values_vanish_with_and_without(
+    bits: int, vanishes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer whose values are bounded by 2**40 has a few digits left in fp16 whatever is multiplied."""
+    searched: list[nn.Module] = []
+    choose = search.choose_multiplies
+
+    def note(module: nn.Module, *given: Any) -> Any:
+        searched.append(module)
+        return choose(module, *given)
+
+    monkeypatch.setattr(search, "choose_multiplies", note)
+    monkeypatch.setattr(search, "CHEAP", -1.0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)).requires_grad_(False)
+    for layer in module[:2]:
+        layer.weight.data.fill_(2.0 ** (bits / 2))
+        layer.bias.data.zero_()
+    args = (torch.randn(2, 4),)
+    measured = measure_call(module, args)
+    load = dict(module.named_parameters()).__getitem__
+    calls = [(measured.capture, args, {})]
+    if not vanishes:
+        assert not scale_unmeasured(module, calls, load).fp32_modules
+        assert searched
+        return
+    with pytest.raises(ScalingError, match="would vanish in fp16"):
+        scale_unmeasured(module, calls, load)
+    assert not searched
 
 
 def test_a_parameter_that_vanishes_is_named() -> None:

@@ -55,9 +55,9 @@ def test_where_none_does_the_cheapest_is_taken() -> None:
         take_first([Candidate(lambda: refuse("too hot")), Candidate(lambda: refuse("too cold"))])
 
 
-def postpone(go_on: Callable[[], int]) -> int:
+def postpone(go_on: Callable[[], int], can_beat: Callable[[int], bool] = lambda _: True) -> int:
     """Something that takes long, and would not do."""
-    raise PostponedError(go_on)
+    raise PostponedError(go_on, can_beat)
 
 
 def test_what_is_postponed_counts_only_where_nothing_does() -> None:
@@ -72,6 +72,23 @@ def test_what_is_postponed_counts_only_where_nothing_does() -> None:
     assert len(late) == 2
     with pytest.raises(ScalingError, match="too late"):
         take_first([Candidate(lambda: postpone(lambda: refuse("too late")))])
+
+
+def test_what_is_postponed_is_left_out_where_it_cannot_be_cheaper() -> None:
+    """Than one before it, which is taken where both cost the same; a later one may be as cheap."""
+    late: list[int] = []
+
+    def wait(made: int, least: int) -> Candidate[int]:
+        return Candidate(
+            lambda: postpone(lambda: late.append(made) or made, lambda found: least < found)
+        )
+
+    two = Candidate(lambda: 2, lambda found: False)
+    assert take_first([wait(3, 1), wait(3, 3), wait(2, 2), wait(1, 1)], price=abs) == 1
+    assert late == [3, 2, 1]
+    late.clear()
+    assert take_first([wait(2, 2), two, wait(2, 2)], price=abs) == 2
+    assert late == [2]
 
 
 class Placed(nn.Module):
@@ -122,6 +139,8 @@ def test_modules_in_fp32_are_looked_for_late_where_nothing_does_without(size: fl
         with pytest.raises(PostponedError) as postponed:
             find_scaling(module, [measured], postpones=True, doubts=doubts)
         assert postponed.value.go_on() == found
+        assert not postponed.value.can_beat(found)
+        assert postponed.value.can_beat(replace(found, fp32_modules=("",), fp32_flops=1.0))
 
 
 def test_a_postponed_search_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -547,9 +547,12 @@ def find_rule(node: Node) -> tuple[Rule | None, bool]:
     return None, False
 
 
+@functools.cache
 def _tells_no_value(target: Any) -> bool:
     """Return whether an operation returns only integers that depend on shapes, not on values, such as
     sizes.
+
+    Describing a schema's types takes longer than stating most equations.
     """
     returns = target._schema.returns
     is_number = all(str(entry.type) in ("int", "bool", "List[int]") for entry in returns)

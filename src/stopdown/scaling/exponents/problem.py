@@ -40,6 +40,10 @@ from stopdown.scaling_records import Operands, ResidualStream
 SMALLEST_BITS = -22.0
 """log2 of the least scaled argument of a root or reciprocal: fp16 ends at 2**-24."""
 
+VANISHING_BITS = -22
+"""log2 of a size that has two significant bits in fp16, or fewer: the largest value of a parameter
+after scaling, or an activation of size 1 as it is computed."""
+
 _PATHS = "stopdown_module_paths"
 """Key of a node's `meta` under which its module paths are cached, as every problem of a graph needs
 them."""
@@ -235,6 +239,26 @@ def state_problem(
     problem.flops = {path: size / work for path, size in problem.flops.items()}
     _unite_blocks(problem)
     return problem
+
+
+def forbid_vanishing(problem: Problem) -> Problem:
+    """Return the problem with the limit that no parameter and no layer's values vanish in fp16.
+
+    `find_visible` refuses every solution that breaks it.
+    """
+    largest: dict[tuple[int, str], float] = {}
+    parameters = [x for x in problem.limits if x.weight]
+    for x in parameters:
+        largest[x.source[:2]] = max(largest.get(x.source[:2], 0.0), x.range.amax)
+    floors = [
+        (x.unknown, min(0.0, VANISHING_BITS - log2_of(largest[x.source[:2]])), ())
+        for x in parameters
+        if largest[x.source[:2]] > 0
+    ]
+    for ends in problem.layers.values():
+        if len({(problem.system.find(x), problem.system.find(y)) for x, y in ends}) == 1:
+            floors += [(unknown, VANISHING_BITS, ()) for unknown in ends[0]]
+    return replace(problem, floors=[*problem.floors, *floors])
 
 
 class Statements:

@@ -111,18 +111,19 @@ class Solution:
     cost: float
 
 
-def is_hopeless(problem: Problem, *, fp32_modules: bool) -> bool:
+def is_hopeless(problem: Problem, *, fp32_flops: float) -> bool:
     """Return whether the problem has no solution even with minimal headroom, so that a full search is
     in vain.
 
     Fractional exponents are allowed, and headroom is `HARDLY_BITS`.
 
     Args:
-        fp32_modules: allow modules to stay in fp32.
+        fp32_flops: any number of modules may stay in fp32 that each do less than this share of the
+            matmul FLOPs.
 
     Cost: a linear program without prices.
     """
-    program, _, _ = _state_program(problem, HARDLY_BITS, fp32_modules)
+    program, _, _ = _state_program(problem, HARDLY_BITS, fp32_flops)
     return program.is_infeasible()
 
 
@@ -137,7 +138,7 @@ def needs_whole(problem: Problem, *, hard_top_bits: float) -> bool:
     Cost: a program with the prices of these modules alone. Kandinsky 3's UNet takes 0.2 s, and 6 to 18
     s with all prices, although nothing needs an exponent there.
     """
-    program, _, lifts = _state_program(problem, hard_top_bits, fp32_modules=True)
+    program, _, lifts = _state_program(problem, hard_top_bits, math.inf)
     result = program.solve("fp32_modules") if "" in lifts else None
     return result is not None and result[0][lifts[""]] > 0.5
 
@@ -151,7 +152,8 @@ def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool)
         hard_top_bits: headroom in bits that every 16-bit value must keep.
         fp32_modules: allow modules to stay in fp32.
     """
-    program, representatives, lifts = _state_program(problem, hard_top_bits, fp32_modules)
+    fp32_flops = math.inf if fp32_modules else 0.0
+    program, representatives, lifts = _state_program(problem, hard_top_bits, fp32_flops)
     _price_folds(program, problem)
     _price_sizes(program, problem)
     result = program.solve("fp32_modules" if fp32_modules else "folds")
@@ -164,14 +166,15 @@ def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool)
 
 
 def _state_program(
-    problem: Problem, hard_top_bits: float, fp32_modules: bool
+    problem: Problem, hard_top_bits: float, fp32_flops: float
 ) -> tuple[_Program, list[int], dict[str, int]]:
     """Make a mixed-integer program with the constraints on scale exponents and the prices of fp32
     modules alone.
 
     Args:
         hard_top_bits: headroom in bits that every 16-bit value must keep.
-        fp32_modules: allow modules to stay in fp32.
+        fp32_flops: modules may stay in fp32 that each do less than this share of the matmul FLOPs; 0 for
+            none.
 
     Returns:
         The program, the representatives of its unknowns, and the column of each module that may stay in
@@ -181,7 +184,7 @@ def _state_program(
     representatives = _add_unknowns(program, problem)
     for row in problem.system.equations:
         program.demand({root: float(factor) for root, factor in row.items()}, low=0, high=0)
-    lifts = _add_fp32_modules(program, problem) if fp32_modules else {}
+    lifts = _add_fp32_modules(program, problem, fp32_flops)
     _add_limits(program, problem, hard_top_bits, lifts)
     for unknown, floor, within in problem.floors:
         lifted = {lifts[path]: 4.0 * WIDEST for path in within if path in lifts}
@@ -289,12 +292,16 @@ def _add_unknowns(program: _Program, problem: Problem) -> list[int]:
     return [ZERO, *roots]
 
 
-def _add_fp32_modules(program: _Program, problem: Problem) -> dict[str, int]:
+def _add_fp32_modules(program: _Program, problem: Problem, fp32_flops: float) -> dict[str, int]:
     """Add a 0/1 variable with a price for each module that could stay in fp32; map paths to their
     columns.
+
+    Args:
+        fp32_flops: share of the matmul FLOPs of which a module must do less.
     """
     prices = Prices()
     paths = {path for limit in problem.limits for path in limit.interiors}
+    paths = {path for path in paths if problem.flops.get(path, 0.0) < fp32_flops}
     return {
         path: program.add(
             0,

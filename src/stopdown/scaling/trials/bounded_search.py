@@ -22,7 +22,7 @@ from stopdown.mapped_weights import Load
 from stopdown.scaling.bounds.input_limits import EMBEDDINGS
 from stopdown.scaling.bounds.propagation import LEAST_STORED_LOOSE
 from stopdown.scaling.certificate import BoundedCalls, bound_kinds, leave_unmeasured
-from stopdown.scaling.exponents.problem import MeasuredCall
+from stopdown.scaling.exponents.problem import VANISHING_BITS, MeasuredCall
 from stopdown.scaling.exponents.solver import ASKED_BITS, CALIBRATED_BITS
 from stopdown.scaling.folding.folds import read_headroom
 from stopdown.scaling.graph.capture import Capture
@@ -55,10 +55,6 @@ than bf16."""
 MORE_MULTIPLIES = 1
 """Number of further explicit multiplies that bounds may cost; a multiply by a power of two loses no
 bits."""
-
-VANISHING_BITS = -22
-"""log2 of a size that has two significant bits in fp16, or fewer: the largest value of a parameter
-after scaling, or an activation of size 1 as it is computed."""
 
 Find = Callable[[torch.nn.Module, Sequence[MeasuredCall]], Scaling]
 
@@ -193,7 +189,8 @@ def _find_wide(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCall
         scaling = find_visible(find, module, calls)
     except PostponedError as postponed:
         later = postponed.go_on
-        raise PostponedError(partial(_find_wide, lambda *_: later(), module, calls)) from None
+        go_on = partial(_find_wide, lambda *_: later(), module, calls)
+        raise PostponedError(go_on, postponed.can_beat) from None
     bits = scaling.measured_bits
     return replace(scaling, measured_bits=None if bits is None else bits + CALIBRATED_BITS)
 

@@ -23,7 +23,13 @@ import torch
 from stopdown.errors import CaptureError, ScalingError
 from stopdown.module_calls.call_signatures import Sizes
 from stopdown.scaling.certificate import describe_solution
-from stopdown.scaling.exponents.problem import MeasuredCall, Problem, Statements, find_wide_outputs
+from stopdown.scaling.exponents.problem import (
+    MeasuredCall,
+    Problem,
+    Statements,
+    find_wide_outputs,
+    forbid_vanishing,
+)
 from stopdown.scaling.exponents.solver import (
     ASKED_BITS,
     HARDLY_BITS,
@@ -75,11 +81,14 @@ class PostponedError(Exception):
 
     Attributes:
         go_on: computes the result, without the work that was done before.
+        can_beat: whether the result may be cheaper than one that was found.
     """
 
-    def __init__(self, go_on: Callable[[], Any]) -> None:
+    def __init__(
+        self, go_on: Callable[[], Any], can_beat: Callable[[Any], bool] = lambda found: True
+    ) -> None:
         super().__init__("Only a long search has a result.")
-        self.go_on = go_on
+        self.go_on, self.can_beat = go_on, can_beat
 
 
 def take_first(
@@ -98,12 +107,12 @@ def take_first(
         left: receives the error of each strategy that has no result, in order.
     """
     left, found = [] if left is None else left, dict[int, Found]()
-    late = dict[int, Callable[[], Found]]()
+    late = dict[int, PostponedError]()
     for number, strategy in enumerate(strategies):
         try:
             made = strategy.find()
         except PostponedError as postponed:
-            late[number] = postponed.go_on
+            late[number] = postponed
             continue
         except (CaptureError, ScalingError) as error:
             left.append(error)
@@ -111,9 +120,12 @@ def take_first(
         if strategy.does(made):
             return made
         found[number] = made
-    for number, go_on in late.items():
+    for number, waiting in late.items():
+        earlier = [x for other, x in found.items() if other < number]
+        if earlier and not waiting.can_beat(min(earlier, key=price)):
+            continue
         try:
-            found[number] = go_on()
+            found[number] = waiting.go_on()
         except (CaptureError, ScalingError) as error:
             left.append(error)
     if not found:
@@ -161,19 +173,6 @@ def choose_multiplies(module: torch.nn.Module, wider: Problem, bits: float) -> P
     return wider if found is None else keep_multiplies(wider, find_used(merged, found.exponents))
 
 
-def _solve_with_fp32(problem: Problem, bits: float, *, whole: bool) -> Solution | None:
-    """Solve for scale exponents with modules allowed to stay in fp32.
-
-    Args:
-        whole: whether the whole module may stay in fp32. If not, and a cheap test shows that nothing else
-            holds, the solution returned is that one, without a search; `_describe` refuses it.
-        bits: headroom in bits that every 16-bit value must keep.
-    """
-    if not whole and needs_whole(problem, hard_top_bits=ASKED_BITS):
-        return Solution({}, ("",), math.inf)
-    return solve_problem(problem, hard_top_bits=bits, fp32_modules=True)
-
-
 def _describe(problem: Problem, solution: Solution | None, *, whole: bool = True) -> Scaling:
     if solution is None:
         raise explain_failure(problem)
@@ -200,14 +199,16 @@ def find_scaling(
         fp32_modules: allow modules to stay in fp32.
         whole: allow the whole component to stay in fp32, if that is the cheapest.
         statements: cache of stated problems, for several searches that differ in ranges.
-        postpones: postpone the search for fp32 modules if no exponents suffice without them.
+        postpones: postpone the search for fp32 modules if no exponents suffice without them, and leave
+            out that for multiplies if values vanish with all that suffice, as the caller then refuses them.
         doubts: ask first whether exponents suffice without fp32 modules, as they hardly will.
 
     Raises:
         PostponedError: if `postpones`, and no exponents suffice without fp32 modules.
         ScalingError: if no exponents keep the calls in range.
     """
-    relaxed = _RelaxedSearch(module, calls, stream, fp32_modules, whole, statements or Statements())
+    statements = statements or Statements()
+    relaxed = _RelaxedSearch(module, calls, stream, fp32_modules, whole, statements, postpones)
     first, *others = (x for x in RELAXATIONS if fp32_modules or not x.fp32_flops)
     if not postpones:
         return relaxed.run([first, *others])
@@ -219,7 +220,8 @@ def find_scaling(
                 return relaxed.run(others)
     if relaxed.is_in_vain:
         raise explain_failure(relaxed.state(multiplies=True))
-    raise PostponedError(partial(relaxed.run, [x for x in others if x.fp32_flops]))
+    go_on = partial(relaxed.run, [x for x in others if x.fp32_flops])
+    raise PostponedError(go_on, relaxed.may_need_less_than)
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +229,7 @@ class _RelaxedSearch:
     """Searches for one problem under `RELAXATIONS`; what one of them finds out, the next knows.
 
     Attributes:
-        module, calls, stream, fp32_modules, whole, statements: as of `find_scaling`.
+        module, calls, stream, fp32_modules, whole, statements, postpones: as of `find_scaling`.
     """
 
     module: torch.nn.Module
@@ -236,6 +238,7 @@ class _RelaxedSearch:
     fp32_modules: bool
     whole: bool
     statements: Statements
+    postpones: bool
 
     def run(self, relaxations: Iterable[Relaxation]) -> Scaling:
         """Return the first scaling that a relaxation allows."""
@@ -259,53 +262,82 @@ class _RelaxedSearch:
     @cached_property
     def is_in_vain(self) -> bool:
         """Whether no relaxation has a solution."""
-        return is_hopeless(self.state(multiplies=True), fp32_modules=self.fp32_modules)
+        fp32_flops = math.inf if self.fp32_modules else 0.0
+        return is_hopeless(self.state(multiplies=True), fp32_flops=fp32_flops)
 
     @cached_property
     def needs_fp32(self) -> bool:
         """Whether no relaxation without fp32 modules has a solution."""
-        return is_hopeless(self.state(multiplies=True), fp32_modules=False)
+        return is_hopeless(self.state(multiplies=True), fp32_flops=0.0)
+
+    @cached_property
+    def is_refused(self) -> bool:
+        """Whether the caller refuses whatever suffices without fp32 modules, as values vanish with it."""
+        visible = forbid_vanishing(self.state(multiplies=True))
+        return self.postpones and is_hopeless(visible, fp32_flops=0.0)
+
+    def may_need_less_than(self, found: Scaling) -> bool:
+        """Return whether a result with fp32 modules may have less work in fp32 than one that was found,
+        or as much in fewer modules.
+
+        A result with less has only modules with less work each, and a linear program tells whether all of
+        these together suffice. One module with as much is as cheap as one that was found, and no fewer
+        suffice.
+        """
+        if len(found.fp32_modules) > 1:
+            return True
+        return not is_hopeless(self.state(multiplies=True), fp32_flops=found.fp32_flops)
 
     @cached_property
     def _solve(self) -> Callable[[float], Solution | None]:
         """Function that searches for fp32 modules with a headroom in bits."""
 
         def solve(bits: float) -> Solution | None:
-            return _solve_with_fp32(self.state(multiplies=True), bits, whole=self.whole)
+            if self._needs_whole:
+                return Solution({}, ("",), math.inf)
+            return solve_problem(self.state(multiplies=True), hard_top_bits=bits, fp32_modules=True)
 
         return cache(solve)
+
+    @cached_property
+    def _needs_whole(self) -> bool:
+        """Whether a cheap test shows that only the whole module in fp32 holds, and this may not stay so.
+
+        Its solution is then that one, without a search; `_describe` refuses it.
+        """
+        return not self.whole and needs_whole(self.state(multiplies=True), hard_top_bits=ASKED_BITS)
 
     def _find(self, relaxation: Relaxation) -> Scaling:
         if relaxation != RELAXATIONS[0] and self.is_in_vain:  # frequent with loose bounds
             raise explain_failure(self.state(multiplies=True))
         if not relaxation.fp32_flops:
-            return _find_cheaply(self.module, self.state, relaxation.headroom_bits)
+            return self._find_cheaply(relaxation.headroom_bits)
         solution = self._solve(relaxation.headroom_bits)
         scaling = _describe(self.state(multiplies=True), solution, whole=self.whole)
         if scaling.fp32_flops > relaxation.fp32_flops:
             raise ScalingError(f"{scaling.fp32_flops:.0%} of the matmul work would be in fp32.")
         return scaling
 
+    def _find_cheaply(self, bits: float) -> Scaling:
+        """Find scale exponents for weights alone, or with multiplies of activations where these cost less.
 
-def _find_cheaply(module: torch.nn.Module, state: Callable[..., Problem], bits: float) -> Scaling:
-    """Find scale exponents for weights alone, or with multiplies of activations where these cost less.
+        No module stays in fp32. If every solution is refused, the first is returned for that.
 
-    No module stays in fp32.
-
-    Args:
-        state: states the problem; `multiplies=True` allows multiplies.
-        bits: headroom in bits that every 16-bit value must keep.
-    """
-    plain = state()
-    for problem in list_foldings(plain):
-        best = solve_problem(problem, hard_top_bits=bits, fp32_modules=False)
-        if best is not None and best.cost < CHEAP:
-            return describe_solution(problem, best)
-    searched = choose_multiplies(module, state(multiplies=True), bits)
-    other = solve_problem(searched, hard_top_bits=bits, fp32_modules=False)
-    if other is not None and (best is None or other.cost < best.cost):
-        return describe_solution(searched, other)
-    return _describe(plain, best)
+        Args:
+            bits: headroom in bits that every 16-bit value must keep.
+        """
+        plain = self.state()
+        for problem in list_foldings(plain):
+            best = solve_problem(problem, hard_top_bits=bits, fp32_modules=False)
+            if best is not None and best.cost < CHEAP:
+                return describe_solution(problem, best)
+        if best is not None and self.is_refused:
+            return describe_solution(plain, best)
+        searched = choose_multiplies(self.module, self.state(multiplies=True), bits)
+        other = solve_problem(searched, hard_top_bits=bits, fp32_modules=False)
+        if other is not None and (best is None or other.cost < best.cost):
+            return describe_solution(searched, other)
+        return _describe(plain, best)
 
 
 def list_foldings(problem: Problem) -> list[Problem]:
