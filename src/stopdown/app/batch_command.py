@@ -232,7 +232,10 @@ def _refuse_too_large(
     asked: Sequence[tuple[Item, Request]],
     display: Display,
 ) -> None:
-    """Raise `OptionError`, naming its line, if the largest item will not fit into the device's memory."""
+    """Raise `OptionError` if the largest item will not fit into the device's memory.
+
+    The error names the item's line in the prompts file.
+    """
 
     def count(pair: tuple[Item, Request]) -> int:
         _, request = pair

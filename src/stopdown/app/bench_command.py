@@ -38,7 +38,7 @@ class BenchOptions(CommandOptions):
 
 
 def main(options: BenchOptions) -> int:
-    """Print the report; return 1 if a row could not be measured."""
+    """Measure models in each precision and print the report; return 1 if a measurement failed."""
     from stopdown.app.progress import open_display, print_result
 
     refuse_unknown_device(options.device)

@@ -21,10 +21,13 @@ from stopdown.interception.patches import Patches
 
 
 class Children:
-    """Counter of the processes started after `listen`; `guard` is called in each fresh interpreter."""
+    """Counter of the processes that a script starts with `multiprocessing`; it also has them guarded.
+
+    A forked process inherits Stopdown's guard on model calls. In a spawned one, `guard` is called.
+    """
 
     def __init__(self, guard: Callable[[], object]) -> None:
-        """Store the function that guards a child process.
+        """Store the function that guards the model calls of a spawned process.
 
         Args:
             guard: picklable function without arguments.
@@ -33,7 +36,7 @@ class Children:
         self._guard = guard
 
     def listen(self, patches: Patches) -> None:
-        """Count new processes and guard those that are spawned, until `patches` is undone."""
+        """Count new processes, and have the spawned ones guarded, until `patches` is undone."""
         start, prepare = BaseProcess.start, spawn.get_preparation_data
 
         @functools.wraps(start)
@@ -63,7 +66,7 @@ except Exception as error:
 
 
 class _Begin:
-    """Object that installs the guard when it is unpickled.
+    """Object whose unpickling in a spawned process calls the function that guards the process.
 
     Its pickle refers to built-ins only, so that it loads where Stopdown is not installed.
     """

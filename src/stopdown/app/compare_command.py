@@ -103,7 +103,7 @@ class CompareOptions(RunOptions, ModelOptions):
 
 
 def main(options: CompareOptions) -> int:
-    """Run the command, with progress and the table; return 1 if a cell failed or a prompt was invalid."""
+    """Run the command and print its results; return 1 if a run failed or a prompt was invalid."""
     from stopdown.app.cards import print_record, strip_pictures
     from stopdown.app.progress import open_display, print_result
 
@@ -219,7 +219,7 @@ describe_no_comparison = functools.partial(describe_other, "comparison")
 
 
 def find_cells(output: Path) -> Path:
-    """Return the folder that keeps the finished cells of a comparison until the comparison is complete."""
+    """Return the folder in which a comparison that isn't complete keeps its finished runs."""
     return output.with_name(f".{output.name}.cells")
 
 

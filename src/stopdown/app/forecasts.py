@@ -349,7 +349,11 @@ def _shrink(
     display: Display,
     limit: int,
 ) -> tuple[Reduction, Request] | None:
-    """Find the largest smaller size that fits with the first plan; None if none does."""
+    """Find the largest smaller size (frames, height, width) at which a run fits; None if none does.
+
+    Args:
+        first: predictions for the requested size, with the precisions to keep.
+    """
     from stopdown.memory.smaller_requests import (
         Size,
         find_largest_size,

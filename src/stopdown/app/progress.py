@@ -134,7 +134,7 @@ class Lines(Display):
             self.tick()
 
     def tick(self) -> None:
-        """Print the stage that goes on again if nothing was printed for ten seconds."""
+        """Print the progress again if nothing was printed for ten seconds."""
         now = self._clock()
         if self._shown and now - self._printed >= SECONDS_BETWEEN_LINES:
             self._print(self._shown, now)

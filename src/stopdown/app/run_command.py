@@ -186,7 +186,10 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
 def _put_on(
     options: ScriptOptions, path: str | None, remark: Callable[[str], None], patches: Patches
 ) -> ScriptGuard:
-    """Guard the calls and loads of this process until `patches` is undone."""
+    """Guard this process's model calls, and choose precisions for models that it loads.
+
+    Undoing `patches` ends both.
+    """
     from stopdown.component_calls.pipeline_interception import (
         redirect_devices,
         stop_without_kernels,

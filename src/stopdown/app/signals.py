@@ -141,7 +141,7 @@ class SignalTrap:
         return False
 
     def _remind(self, number: signal.Signals) -> None:
-        """Send a signal again after a pause.
+        """Send a signal that arrived during an import once more after a pause.
 
         The thread is started without `threading`, as the interrupted code may hold that module's locks.
         """

@@ -183,7 +183,7 @@ def show_before_download(
         options: options of `generate`.
 
     Returns:
-        The forecast without its table; None if the headers of the weights could not be read.
+        The forecast without its strategies (`rows`); None if the headers of the weights could not be read.
 
     Raises:
         OptionError: no strategy stays within the limit in the precision that the run would have.

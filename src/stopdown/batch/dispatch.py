@@ -53,7 +53,7 @@ def _read(path: Path) -> Plan | None:
 
 
 class PlanVersions:
-    """Versions of a batch's plan, saved in its folder.
+    """Versions of a batch's plan, saved in its folder; the repairs that an item needed make a new one.
 
     Args:
         base: initial plan of the batch; None for a batch without a plan.
@@ -78,10 +78,10 @@ class PlanVersions:
         return self.plans[-1] if self.plans else None
 
     def offer(self, made_by: str, updated: Plan) -> bool:
-        """Merge the repairs of an item into the plan; return whether this made a new version.
+        """Merge the repairs that an item needed into the plan; return whether this made a new version.
 
         Args:
-            made_by: seal of the plan with which the item was made.
+            made_by: checksum (`Plan.seal`) of the plan with which the item was made.
             updated: that plan with the item's repairs.
         """
         before = next((plan for plan in self.plans if plan.seal == made_by), None)

@@ -68,7 +68,7 @@ class Slot:
         channel: this end of its pipe.
         state: `opening` (loading), `free` or `busy`.
         deaths: how many predecessors in a row died before they had a task.
-        known: seals of the plans that were sent to it.
+        known: checksums (`Plan.seal`) of the plans that were sent to it.
     """
 
     worker: Any
@@ -116,7 +116,7 @@ class Processes:
         return next((n for n, slot in enumerate(self._slots) if slot.state == "free"), None)
 
     def give(self, worker: int, task: Task, plan: Plan | None) -> None:
-        """Send a task to a worker; each plan is sent once, and later tasks refer to it by its seal."""
+        """Send a task to a worker; each plan is sent once, and later tasks refer to it by its checksum."""
         slot = self._slots[worker]
         seal = plan.seal if plan else ""
         is_new = bool(seal) and seal not in slot.known

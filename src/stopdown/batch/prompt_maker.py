@@ -25,7 +25,7 @@ _COLUMNS = ("item", "status", "output", "error", "elapsed_s", "plan")
 
 
 class PromptMaker:
-    """Make items one by one (`make`) or in tables (call it), and return their results.
+    """Callable that makes items one by one (`make`), or all rows of a table when it is called.
 
     Args:
         source: Hub id, Diffusers folder, single safetensors file or bundled model.
@@ -50,7 +50,7 @@ class PromptMaker:
 
         Returns:
             The item's hash `item`, `status` (made, skipped, failed), `output` (file name), `error`,
-            `elapsed_s` and `plan` (the seal of its plan).
+            `elapsed_s` and `plan` (the checksum of its plan).
 
         Raises:
             InputError: a field is unknown or wrong, or the pipeline does not accept it.

@@ -27,13 +27,13 @@ Status = Literal["made", "skipped", "failed"]
 
 @dataclass(frozen=True)
 class ItemResult:
-    """Result of one item.
+    """Result of one item: the output for one line of the prompts file.
 
     Attributes:
         item: hash of everything that determines the output.
         status: `made`, `skipped` (it was finished before) or `failed`.
         output: name of its file in the folder; "" if it failed.
-        plan: seal of the plan that it was made with; "" without one.
+        plan: checksum (`Plan.seal`) of the plan that it was made with; "" without one.
         preview: a few small frames, WebP in base64.
         tries: how often it was begun; more than once if a worker died.
     """
@@ -65,7 +65,7 @@ class BatchRecord:
         workers: device of each worker, by its number.
         made, skipped, repaired, failed: numbers of items; a repaired one also counts as made.
         item_s: mean seconds per item that was made; None if none was.
-        plans: seals of the versions of the plan, in order.
+        plans: checksums of the versions of the plan, in order; repairs make new ones.
         precision: the requested precision.
         decisions: precision of each component call, if there is no plan with exponents.
         device: device for which the batch was prepared.

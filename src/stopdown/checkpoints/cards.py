@@ -34,7 +34,7 @@ def list_entries(
     """Return the metadata entries of a converted file.
 
     Args:
-        seal: seal of the plan.
+        seal: checksum of the plan, `Plan.seal`.
         components: components in the file.
         exponents: exponents of the file's tensors, by name.
     """

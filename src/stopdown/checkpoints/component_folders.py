@@ -102,7 +102,10 @@ def describe_component(
 
 
 def describe_effect(found: FileExponents) -> str:
-    """Explain, as part of a sentence, why exponents are refused that need unavailable eps fields."""
+    """Explain that exponents change the outputs too much, as no field sets the eps of some norms.
+
+    The result is part of a sentence.
+    """
     return (
         f"no configuration field sets {list_some(sorted(found.left))}, and without it the output is "
         f"{found.effect:.1e} off in {found.calls} calls; up to {EFFECT_LIMIT:.1e} is accepted."

@@ -384,7 +384,10 @@ def _list_entries(
 
 
 def _is_laid_out(work: _Work) -> bool:
-    """Return whether tensors are renamed as in single files; a source that is one keeps its names."""
+    """Return whether tensors must be renamed to the names that single files have.
+
+    If the source is a single file, its names are kept.
+    """
     return work.form == "comfyui" or (work.form == "single" and work.source.kind != "file")
 
 
@@ -442,12 +445,13 @@ def _place_exponents(
 def _read_piece(
     module: torch.nn.Module, piece: Piece, folds: Mapping[str, Folds], after: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the exponents of the rows and columns of one part of a file's tensor.
+    """Return the exponents of the rows and of the columns of a component's tensor, as a file stores it.
 
-    An element's exponent is the sum of both. The first column has 0.
+    The exponent of an element is that of its row plus that of its column. The first column has 0.
 
     Args:
-        after: name of a second tensor that was multiplied into this one; None if there is none.
+        piece: name of the tensor, and how the file changes it (transposed, halves swapped).
+        after: name of the tensor of a later convolution that the file merges into this one; None without.
     """
     shape = module.state_dict()[piece.name].shape
     own = folds.get(piece.name, ())

@@ -64,10 +64,10 @@ class FileExponents:
     """Exponents of a component in the form that files can store.
 
     Attributes:
-        scaling: the folds, and the eps that fields set.
+        scaling: exponents of weights, and of the eps of norms that configuration fields set.
         fields: new values of configuration fields.
-        left: eps that no field sets, with the exponents that they should have.
-        effect: relative L2 change of the outputs because of them, the largest of all calls.
+        left: eps that no field sets and so stay unscaled, with the exponents that they should have.
+        effect: relative L2 change of the outputs because of `left`, the largest of all calls.
         calls: number of calls on which it was measured; 0 if `left` is empty.
         anew: whether the exponents are new ones and not the plan's.
     """
@@ -160,7 +160,7 @@ def rests_on_bounds(scaling: Scaling) -> bool:
 
 
 def _is_folds_alone(module: torch.nn.Module, entry: ComponentPlan) -> bool:
-    """Return whether a plan consists of folds into stored tensors, and possibly eps."""
+    """Return whether a plan only scales tensors that files store, and possibly the eps of norms."""
     stored = module.state_dict().keys()
     are_stored = all(split_fold_name(name)[0] in stored for name in entry.in_force.exponents)
     return are_stored and not has_more_than_folds(entry.in_force)
@@ -182,7 +182,10 @@ class _Search:
 
     @functools.cached_property
     def folds(self) -> FoldsAlone:
-        """All kinds of calls, measured, except for made-up calls that cannot be captured."""
+        """The search for exponents in weights alone, with every kind of call measured.
+
+        Made-up calls that cannot be captured are left out.
+        """
         found = FoldsAlone(self.module)
         for group in group_calls(self.calls):
             try:
@@ -195,10 +198,11 @@ class _Search:
     def find_best(
         self, planned: FileExponents | None, *, certified: bool
     ) -> tuple[FileExponents | None, _Freedom | None]:
-        """Find the exponents with the least effect on the outputs, or with one small enough.
+        """Find the exponents that change the outputs least, or the first that change them little enough.
 
         Returns:
-            The exponents, None if there are none; and which eps could change, None for the plan's own.
+            The exponents, or None; and which norms' eps were free to change, or None if the exponents are
+            the plan's own.
         """
         best: FileExponents | None = None
         freedom: _Freedom | None = None
@@ -220,7 +224,11 @@ class _Search:
         return best, freedom
 
     def certify(self, best: FileExponents, freedom: _Freedom, ranges: str) -> FileExponents:
-        """Find the same kind of exponents with as many bounds as keep the effect on outputs small enough.
+        """Find exponents with proven bounds, as many as a small change of the outputs allows.
+
+        Args:
+            best: exponents without bounds, which are returned if none can be proven.
+            freedom: which norms' eps may change, as for `best`.
 
         Cost: as for `FoldsAlone.find_bounded`, and after each solution a forward in fp32 for each call.
         """
@@ -246,7 +254,7 @@ class _Search:
         return list(_run(self.module, self.calls))
 
     def _list_freedoms(self, planned: FileExponents | None) -> Iterator[tuple[_Freedom, float]]:
-        """Yield which eps may change, the fewest first, each with the effect at which to stop."""
+        """Yield which norms' eps may change, the fewest first, with the change of the outputs to accept."""
         groups = list(self.fields.values())
         for free, most in _list_free(self.module, planned, self.calls):
             yield {"groups": groups, "free": free, "narrow": self.narrow}, most
@@ -257,9 +265,9 @@ class _Search:
 def _list_free(
     module: torch.nn.Module, planned: FileExponents | None, calls: Sequence[ComponentCall]
 ) -> Iterator[tuple[Collection[str] | None, float]]:
-    """Yield sets of eps that may be scaled though no field sets them, with the effect at which to stop.
+    """Yield sets of norms' eps to scale though no configuration field sets them, the smallest set first.
 
-    The smallest set comes first; None stands for all eps.
+    With each comes the change of the outputs to accept. None stands for all eps.
     """
     yield (), EFFECT_LIMIT
     effects = measure_norms(module, planned.left, calls) if planned is not None else {}
@@ -315,7 +323,7 @@ def measure_norms(
 def _write_eps(
     module: torch.nn.Module, scaling: Scaling, fields: Fields, *, anew: bool = False
 ) -> FileExponents:
-    """Assign a scaling's eps to configuration fields; list those that no field can set."""
+    """Assign the scaled eps of norms to configuration fields; list those that no field can set."""
     written: dict[str, int] = {}
     values: dict[str, float] = {}
     for name, places in fields.items():

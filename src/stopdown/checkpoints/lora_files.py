@@ -69,8 +69,8 @@ class Weights:
     Attributes:
         shapes: shapes by component and tensor name.
         folds: folded exponents of each tensor, by component and tensor name.
-        seal: seal of the plan, or the entry in the files' metadata.
-        note: remark for the record; "" for none.
+        seal: checksum of the plan, or the entry in the files' metadata that contains it.
+        note: remark for the conversion's record; "" for none.
         folder: folder of a pipeline whose class can read other programs' LoRA names; None for a single
             file.
     """

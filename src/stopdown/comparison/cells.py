@@ -40,9 +40,10 @@ from stopdown.sources.library_messages import quiet_libraries
 
 @dataclass(frozen=True)
 class Outcome:
-    """Output and trace of one cell, before it is measured against the reference.
+    """Output and trace of one prompt in one precision, before they are measured against the reference.
 
     Attributes:
+        cell: the record of the run.
         frames: `[T, H, W, 3]` fp32 in [0, 1]; for sound, and for a program that returns no pictures,
             its values, `[N]` fp32; None if the run failed.
         trace: what probes recorded during the run.
@@ -151,7 +152,7 @@ def _prepare(opened: OpenSubject, request: Request, run: Run | None) -> Run:
 
 
 def write_outcome(outcome: Outcome, path: Path) -> None:
-    """Write a cell to a file atomically."""
+    """Write the result of one prompt in one precision to a file atomically."""
     with written_beside(path) as part:
         part.write_bytes(msgspec.msgpack.encode(outcome, enc_hook=_encode))
 
@@ -197,7 +198,7 @@ _LEAST = {0: 0.4, 90: 0.06, 75: 0.03, 50: 0.02, 40: 0.0}
 
 
 def share_bytes(cells: int) -> int:
-    """Return the bytes that the frames of one of `cells` cells may take in a report of 30 MB."""
+    """Return the bytes for the frames of one run in a report of 30 MB with this many runs."""
     return max(4_000, WHOLE_BYTES * 3 // 4 // max(1, cells))
 
 

@@ -76,9 +76,10 @@ Prompt = tuple[int, str]
 
 @dataclass(frozen=True)
 class _KeptRow:
-    """A measured row as it is saved, so that a comparison can be resumed.
+    """Results of one prompt in all precisions, as saved to resume an interrupted comparison.
 
     Attributes:
+        row: the results.
         heats: headroom maps by precision.
         peak_source: how peak memory was measured.
     """
@@ -91,11 +92,11 @@ class _KeptRow:
 
 @dataclass
 class _Matrix:
-    """State of a running comparison.
+    """State of a running comparison of prompts (rows) in several precisions.
 
     Attributes:
         names: the precisions.
-        folder: where finished cells and rows are saved.
+        folder: where the finished runs, and the rows measured from them, are saved.
         ranked: the precisions, most precise first.
         runs: functions that run a program other than a pipeline, one for each row.
     """

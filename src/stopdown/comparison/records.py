@@ -400,7 +400,10 @@ def find_median(values: Iterable[float | None]) -> float | None:
 
 
 def summarise_measure(cells: Sequence[Cell], name: str) -> tuple[float | None, float | None]:
-    """Return the median and the worst value of a measure over cells; for PSNR and SSIM, low is bad."""
+    """Return the median and the worst value of a measure, such as `ssim`, over the runs of a precision.
+
+    For PSNR and SSIM, low is bad.
+    """
     values = [getattr(cell.measures, name) for cell in cells if cell.measures is not None]
     known = [x for x in values if x is not None]
     worst = min if name in ("psnr_db", "ssim") else max
@@ -408,7 +411,10 @@ def summarise_measure(cells: Sequence[Cell], name: str) -> tuple[float | None, f
 
 
 def find_tightest(cells: Sequence[Cell]) -> tuple[float | None, str]:
-    """Return the least headroom over prompts, in bits, with its block; `SPOILT` for NaN or Inf."""
+    """Return the least headroom of a precision's runs, in bits, with its block.
+
+    It is `SPOILT` if a value was NaN or Inf.
+    """
     ran = [cell for cell in cells if not cell.error]
     known = [(cell.headroom_bits, cell.tightest) for cell in ran if cell.headroom_bits is not None]
     if len(known) < len(ran):

@@ -37,7 +37,7 @@ def rank_precisions(names: Iterable[str], *, needs_clamp: bool) -> list[str]:
 
 
 def is_sound(cell: Cell) -> bool:
-    """Return whether a cell ran without errors, findings, faults or non-finite values."""
+    """Return whether a run had no error, no findings, no faults and no NaN or Inf."""
     return not cell.error and not cell.non_finite and not cell.findings and not cell.faults
 
 
@@ -49,7 +49,7 @@ def choose_reference(cells: Sequence[Cell], ranked: Sequence[str]) -> str:
 
 
 def judge_cell(cell: Cell, reference: Cell, thresholds: Thresholds) -> Cell:
-    """Judge a cell against the reference; return it with its verdict and reasons."""
+    """Judge the run of a prompt in one precision against the reference's; add verdict and reasons."""
     verdict, reasons = _judge(cell, reference, thresholds)
     return dataclasses.replace(cell, verdict=verdict, reasons=tuple(reasons))
 

@@ -18,7 +18,7 @@ from stopdown.scaling import ComponentCall, Rank, intercept
 def intercept_components(
     program: Any, put: Callable[[Callee, Patches], object], patches: Patches
 ) -> None:
-    """Add layers around every component call of a program, until `patches` is undone.
+    """Put functions (layers) around every component call of a program, until `patches` is undone.
 
     Args:
         put: called with the target of a component call and a `Patches`, to add layers to it. For modules
@@ -44,8 +44,6 @@ def intercept_components(
 
 
 def _enter_call(call: ComponentCall) -> Any:
-    """Make a component call marked as its thread's outermost call, so that calls inside it aren't
-    intercepted.
-    """
+    """Make a component call, marked so that module calls inside it aren't intercepted."""
     with entered(call.callee.owner, call.callee.method):
         return call.proceed()

@@ -26,7 +26,10 @@ from stopdown.scaling import ComponentCall, Rank
 
 
 class _LayerHolder(SameInCopies):
-    """A layer stored on its pipeline, so that it lives as long as the pipeline; copies ignore it."""
+    """Holder of a function that runs around a pipeline's calls.
+
+    It is stored on the pipeline, so that it lives as long as the pipeline; copies ignore it.
+    """
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer

@@ -39,10 +39,11 @@ class StepCounter:
         on_begin: Callable[[], None] = lambda: None,
         on_step: Callable[[Any], None] = lambda result: None,
     ) -> None:
-        """
+        """Prepare to count the steps of a scheduler; `follow` begins to.
+
         Args:
             pipe: the object with the scheduler; without one, no steps are counted.
-            rank: of the layers on the scheduler.
+            rank: position of the functions around the scheduler's methods among others around them.
             on_begin: called when a run begins, before the scheduler's `set_timesteps`.
             on_step: called with the scheduler's result, before the step counts as done.
         """

@@ -65,7 +65,9 @@ class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Row of the table `system` there: the oldest macOS on which versions of torch have MPS."""
+    """Row of the table `system` in `knowledge/rules/builds.toml`: versions of torch, and the oldest macOS
+    on which they have MPS.
+    """
 
     torch: str
     least: Number
