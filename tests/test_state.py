@@ -22,12 +22,12 @@ MOST_OPTIONS = 176
 
 LARGE = {
     "MemoryForecast": 26,
-    "Scaling": 26,
+    "Scaling": 25,
     "BatchRecord": 23,
     "RunRecord": 22,
     "Comparison": 21,
     "Cell": 20,
-    "Plan": 15,
+    "Plan": 13,
     "ConvertedComponent": 14,
     "Diagnosis": 14,
     "DeviceHealth": 13,
@@ -43,8 +43,7 @@ LARGE = {
     "GuardOptions": 14,
     "Request": 14,
     "Settings": 14,
-    # the solver's input, and a call as a graph
-    "Problem": 17,
+    # a call as a graph
     "Capture": 16,
 }
 """Records whose fields are those of a file, of options or of a result, and how many each has."""

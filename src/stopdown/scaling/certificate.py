@@ -38,7 +38,7 @@ from stopdown.scaling.bounds.input_limits import (
 )
 from stopdown.scaling.bounds.known_values import Bounds
 from stopdown.scaling.bounds.propagation import bound_call
-from stopdown.scaling.exponents.problem import Limit, MeasuredCall, Problem, split_values
+from stopdown.scaling.exponents.problem import CallFacts, Limit, MeasuredCall, Problem, split_values
 from stopdown.scaling.exponents.solver import CALIBRATED_BITS, Solution
 from stopdown.scaling.graph.capture import Capture
 from stopdown.scaling.graph.nodes import has_trait, is_float, is_kind
@@ -335,6 +335,7 @@ def describe_solution(problem: Problem, solution: Solution) -> Scaling:
     rooms = ((headroom_bits(x.range.amax, x.dtype) - at(x.unknown), x.place) for x in limits)
     headroom, tightest = min(rooms, default=(None, ""))
     values, uncertain = len(limits), find_uncertain(limits, at)
+    facts = problem.facts
     return Scaling(
         exponents=_without_zeros(_join_columns(folds)),
         eps=_without_zeros(eps),
@@ -347,16 +348,16 @@ def describe_solution(problem: Problem, solution: Solution) -> Scaling:
         bounded=values - len(uncertain),
         uncertain=tuple(x.place for x in uncertain),
         measured_bits=find_least_headroom(uncertain, at),
-        pinned={name: tuple(sorted(set(places))) for name, places in problem.pinned.items()},
-        fp32_flops=sum(problem.flops.get(path, 0.0) for path in solution.fp32_modules),
-        kept_buffers=tuple(sorted(problem.kept_buffers)),
+        pinned={name: tuple(sorted(set(places))) for name, places in facts.pinned.items()},
+        fp32_flops=sum(facts.flops.get(path, 0.0) for path in solution.fp32_modules),
+        kept_buffers=tuple(sorted(facts.kept_buffers)),
         outputs=outputs,
-        layers=_list_layers(problem, at),
-        operands=_find_operands(problem, solution.fp32_modules),
+        layers=_list_layers(facts, at),
+        operands=_find_operands(facts, solution.fp32_modules),
     )
 
 
-def _list_layers(problem: Problem, at: Callable[[int], int]) -> dict[str, tuple[int, int]]:
+def _list_layers(facts: CallFacts, at: Callable[[int], int]) -> dict[str, tuple[int, int]]:
     """Return the scale exponents of input and output of the layers for which these are the same in
     every call.
 
@@ -365,18 +366,18 @@ def _list_layers(problem: Problem, at: Callable[[int], int]) -> dict[str, tuple[
     """
     calls = {
         path: {(at(source), at(result)) for source, result in ends}
-        for path, ends in problem.layers.items()
+        for path, ends in facts.layers.items()
     }
     found = {path: ends.pop() for path, ends in calls.items() if len(ends) == 1}
     return {path: ends for path, ends in _join_columns(found).items() if ends != (0, 0)}
 
 
-def _find_operands(problem: Problem, fp32_modules: tuple[str, ...]) -> Operands:
+def _find_operands(facts: CallFacts, fp32_modules: tuple[str, ...]) -> Operands:
     """Return the casts for mixed-dtype code, and parameters that must be fp32 since fp32 modules use
     them.
     """
-    guests = {name for path in fp32_modules for name in problem.guests.get(path, ())}
-    return merge_operands(problem.operands, Operands(fp32_parameters=tuple(guests)))
+    guests = {name for path in fp32_modules for name in facts.guests.get(path, ())}
+    return merge_operands(facts.operands, Operands(fp32_parameters=tuple(guests)))
 
 
 def _join_columns(named: Mapping[str, Of]) -> dict[str, Of]:

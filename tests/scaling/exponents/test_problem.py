@@ -64,7 +64,7 @@ def _read_problem(problem: Problem) -> list[object]:
     system = problem.system
     roots = {key: system.find(unknown) for key, unknown in system.keys.items()}
     held = problem.limits, problem.floors, problem.parameters, problem.multiplies
-    return [*held, roots, system.reduced(), problem.layers, problem.outputs]
+    return [*held, roots, system.reduced(), problem.facts.layers, problem.outputs]
 
 
 def test_a_problem_with_other_ranges_is_not_stated_again(monkeypatch: pytest.MonkeyPatch) -> None:

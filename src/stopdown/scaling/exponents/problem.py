@@ -102,6 +102,30 @@ class Limit:
 
 
 @dataclass
+class CallFacts:
+    """What is collected about the calls beside equations and limits; a solution is described with it.
+
+    Attributes:
+        pinned: maps each operation without a rule to the places where it is called.
+        flops: maps each module path to the share of the calls' matmul FLOPs done inside it.
+        layers: maps the module path of a product with a weight, `path[0:64]` for a block of its
+            outputs, `path[:,0:64]` of its inputs, to the unknowns of its input and output in each of
+            its calls.
+        kept_buffers: buffers that every call was captured with in their own dtype.
+        operands: casts and fp32 modules that the captures needed because their code mixes dtypes.
+        guests: maps each module path to parameters that belong to other modules by name but are only
+            used inside it.
+    """
+
+    pinned: dict[str, list[str]] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)
+    layers: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    kept_buffers: frozenset[str] = frozenset()
+    operands: Operands = NO_OPERANDS
+    guests: dict[str, frozenset[str]] = field(default_factory=dict)
+
+
+@dataclass
 class Problem:
     """Unknown exponents with their equations and limits: the input of the solver.
 
@@ -114,20 +138,12 @@ class Problem:
         clamps: maps (module path, number that its code clamps from below) to the unknown.
         multiplies: maps each module path to the unknown by which its output is multiplied.
         floors: (unknown, smallest allowed exponent, modules that, in fp32, lift this limit).
-        pinned: maps each operation without a rule to the places where it is called.
-        flops: maps each module path to the share of the calls' matmul FLOPs done inside it.
-        kept_buffers: buffers that every call was captured with in their own dtype.
-        operands: casts and fp32 modules that the captures needed because their code mixes dtypes.
-        guests: maps each module path to parameters that belong to other modules by name but are only
-            used inside it.
         widened: module paths whose output is fp32, so that multiplying it costs no precision.
         outputs: maps the number of an output to its unknown; the output is divided by that power after
             the call.
         inputs: maps the number of an argument that may be multiplied before the call, to its unknown.
-        layers: maps the module path of a product with a weight, `path[0:64]` for a block of its
-            outputs, `path[:,0:64]` of its inputs, to the unknowns of its input and output in each of
-            its calls.
         apart: the system before unknowns of modules that are alike were merged; None if none were.
+        facts: what else was collected about the calls.
     """
 
     system: System = field(default_factory=System)
@@ -137,16 +153,11 @@ class Problem:
     clamps: dict[tuple[str, float], int] = field(default_factory=dict)
     multiplies: dict[str, int] = field(default_factory=dict)
     floors: list[tuple[int, float, tuple[str, ...]]] = field(default_factory=list)
-    pinned: dict[str, list[str]] = field(default_factory=dict)
-    flops: dict[str, float] = field(default_factory=dict)
-    kept_buffers: frozenset[str] = frozenset()
-    operands: Operands = NO_OPERANDS
-    guests: dict[str, frozenset[str]] = field(default_factory=dict)
     widened: frozenset[str] = frozenset()
     outputs: dict[int, int] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
-    layers: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     apart: System | None = None
+    facts: CallFacts = field(default_factory=CallFacts)
 
     def list_fp16_limits(self, fp32_modules: Collection[str]) -> list[Limit]:
         """List the limits of tensors that are in fp16 if these modules stay in fp32."""
@@ -223,9 +234,12 @@ def state_problem(
         has_free_ends: for a single call, give each floating argument and output an exponent.
     """
     kept = [call.capture.kept_buffers for call in calls]
-    problem = Problem(kept_buffers=frozenset.intersection(*kept) if kept else frozenset())
-    problem.operands = merge_operands(*(call.capture.operands for call in calls))
-    problem.guests = _find_guests(module, calls)
+    facts = CallFacts(
+        kept_buffers=frozenset.intersection(*kept) if kept else frozenset(),
+        operands=merge_operands(*(call.capture.operands for call in calls)),
+        guests=_find_guests(module, calls),
+    )
+    problem = Problem(facts=facts)
     casts = stream or ResidualStream((), ())
     closed = frozenset(casts.cast_output_down)  # these cast to fp16 after the multiply
     problem.widened = closed.union(casts.cast_output_up)
@@ -236,7 +250,7 @@ def state_problem(
     for index, call in enumerate(calls):
         CallStatement(problem, module, call, index, multiplies, closed, narrow).state()
     work = sum(count_node_flops(node) for call in calls for node in call.capture.graph.graph.nodes)
-    problem.flops = {path: size / work for path, size in problem.flops.items()}
+    facts.flops = {path: size / work for path, size in facts.flops.items()}
     _unite_blocks(problem)
     return problem
 
@@ -255,7 +269,7 @@ def forbid_vanishing(problem: Problem) -> Problem:
         for x in parameters
         if largest[x.source[:2]] > 0
     ]
-    for ends in problem.layers.values():
+    for ends in problem.facts.layers.values():
         if len({(problem.system.find(x), problem.system.find(y)) for x, y in ends}) == 1:
             floors += [(unknown, VANISHING_BITS, ()) for unknown in ends[0]]
     return replace(problem, floors=[*problem.floors, *floors])
@@ -540,9 +554,8 @@ class CallStatement:
                 self._note_layer(stated)
             else:
                 place = f"{self.call.capture.component}:{module_path(node)}"
-                self.problem.pinned.setdefault(operation(node) or str(node.target), []).append(
-                    place
-                )
+                name = operation(node) or str(node.target)
+                self.problem.facts.pinned.setdefault(name, []).append(place)
         return None
 
     def _find_split(self, node: Node) -> Blocks | None:
@@ -575,7 +588,7 @@ class CallStatement:
             dim = 0 if node in self.call.blocks else 1
             path = name_block(path, dim, *split.bounds[stated.block : stated.block + 2])
         ends = stated.of(stated.given["input"]), stated.out
-        self.problem.layers.setdefault(path, []).append(ends)
+        self.problem.facts.layers.setdefault(path, []).append(ends)
 
     def _state_part(self, node: Node) -> None:
         """Give a part of a tensor, such as a slice, the scale exponents of the blocks that it covers."""
@@ -674,10 +687,11 @@ class CallStatement:
         return 1.0 if len(shape_of(node)) > 1 else 0.1
 
     def _add_flops(self) -> None:
+        flops = self.problem.facts.flops
         for node in self.graph.nodes:
             if size := count_node_flops(node):
                 for path in list_running(node):
-                    self.problem.flops[path] = self.problem.flops.get(path, 0.0) + size
+                    flops[path] = flops.get(path, 0.0) + size
 
 
 def _is_narrowing(node: Node) -> bool:

@@ -301,12 +301,12 @@ def _add_fp32_modules(program: _Program, problem: Problem, fp32_flops: float) ->
     """
     prices = Prices()
     paths = {path for limit in problem.limits for path in limit.interiors}
-    paths = {path for path in paths if problem.flops.get(path, 0.0) < fp32_flops}
+    paths = {path for path in paths if problem.facts.flops.get(path, 0.0) < fp32_flops}
     return {
         path: program.add(
             0,
             1,
-            cost=prices.fp32_module + prices.fp32_flops * problem.flops.get(path, 0.0),
+            cost=prices.fp32_module + prices.fp32_flops * problem.facts.flops.get(path, 0.0),
             whole=True,
         )
         for path in sorted(paths)
