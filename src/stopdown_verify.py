@@ -336,7 +336,7 @@ def check_graph(graph: Node, weights: dict[str, Any]) -> None:
 
 
 def check_grammar(stated: Node) -> None:
-    """Check that a component has the keys, types and ranges of the grammar.
+    """Check that a certificate's entry of a component has the keys, types and ranges of the grammar.
 
     Raises:
         Refused: with the first fault and the expected value.
@@ -360,7 +360,7 @@ def find_common_shape(*shapes: Shape) -> Shape | None:
 
 
 def check_shape(n: Node, shapes: list[Shape], weights: dict[str, Weight]) -> None:  # noqa: C901 (a table of cases)
-    """Check that the stated shape of a node follows from its rule."""
+    """Check that the shape of a node in a certificate follows from its rule and its inputs' shapes."""
     rule, shape, dim = n["rule"], tuple(n["shape"]), n.get("dim", 0)
     rank, first, wrong = len(shape), (*shapes, ())[0], "the shape does not follow"
     if rule not in ("input", "unknown"):
@@ -472,12 +472,19 @@ class Value:
     affine: tuple[tuple[Any, ...], ...] = ()
 
     def store(self) -> Array:
-        """Return the peak of the stored tensor."""
+        """Return upper bounds of the tensor's elements as stored, that is multiplied by `2**exponents`."""
         return self.peak * 2.0**self.exponents if np.any(self.exponents) else self.peak
 
 
 def follows(pair: Sequence[int], found: float) -> bool:
-    """Return whether a stated bound lies between a derived one and TOLERANCE times it, exactly computed."""
+    """Return whether a certificate's bound is at least the derived one and at most TOLERANCE times it.
+
+    The comparison is exact.
+
+    Args:
+        pair: the certificate's bound: an integer mantissa and a power-of-two exponent.
+        found: the derived bound.
+    """
     stated, exponent = pair
     number, below = found.as_integer_ratio()
     stated, number = (stated * below) << max(exponent, 0), number << max(-exponent, 0)
@@ -485,9 +492,9 @@ def follows(pair: Sequence[int], found: float) -> bool:
 
 
 def write_number(number: float) -> list[int]:
-    """Return an integer mantissa and a power-of-two exponent of a number slightly above the given one.
+    """Return a bound as certificates store it: an integer mantissa and a power-of-two exponent.
 
-    It is less than TOLERANCE times the given number.
+    It is slightly above the given number, and less than TOLERANCE times it.
     """
     mantissa, exponent = math.frexp(number * (1 + 2.0**-11))
     return [math.ceil(math.ldexp(mantissa, 16)), exponent - 16]
@@ -501,7 +508,10 @@ def top(array: Array, dims: Any) -> Array:
 
 
 def over(squares: Array, shape: Shape, dims: Any) -> float:
-    """Return the largest sum over dimensions of an array; size 1 stands for a whole dimension."""
+    """Return the largest sum of squares over dimensions of a tensor.
+
+    A dimension of size 1 in `squares` stands for one of equal entries, whose number `shape` has.
+    """
     for dim in dims:
         sums = squares.sum(axis=dim, keepdims=True)
         squares = squares * shape[dim] if squares.shape[dim] == 1 else sums
@@ -509,7 +519,7 @@ def over(squares: Array, shape: Shape, dims: Any) -> float:
 
 
 def few(array: Array) -> Array:
-    """Reduce each dimension along which the array is constant to size 1."""
+    """Reduce each dimension along which an array is constant to size 1, to save memory and time."""
     for dim in range(array.ndim):
         first = array[(slice(None),) * dim + (slice(0, 1),)]
         if array.shape[dim] > 1 and (array == first).all():
@@ -518,7 +528,14 @@ def few(array: Array) -> Array:
 
 
 def bound(shape: Shape, peak: Array, norm: float = math.inf, rows: Any = ()) -> Value:
-    """Return a value with a peak and a norm; without a known norm, that of a row of peaks is used."""
+    """Make a tensor's bounds from its elements' largest magnitudes and, if known, its rows' 2-norm.
+
+    Without a norm, that of a row of such magnitudes is used.
+
+    Args:
+        peak: largest magnitudes, broadcastable to `shape`.
+        norm: bound of the 2-norm over the dimensions `rows`.
+    """
     peak = np.asarray(peak, dtype=np.float64) * UP
     peak = few(peak.reshape((1,) * (len(shape) - peak.ndim) + peak.shape))
     while peak.size > MOST:  # the longest dimension but the last, as long as there is one
@@ -563,7 +580,12 @@ def view(array: Array, shape: Shape, target: Shape) -> Array:
 
 
 def move(n: Node, arrays: list[Array], shapes: list[Shape], lead: int = 0) -> Array:
-    """Apply a moving rule to arrays; their first `lead` dimensions remain unchanged."""
+    """Rearrange arrays by a node's rule: as a view, permutation, slice, concatenation or broadcast.
+
+    Args:
+        shapes: shapes of the tensors; sizes of the arrays may be 1 instead.
+        lead: number of the arrays' first dimensions that aren't touched.
+    """
     rule, first, front, dim = n["rule"], arrays[0], arrays[0].shape[:lead], n.get("dim", 0) + lead
     if rule == "view":
         return view(first, (*front, *shapes[0]), (*front, *n["shape"]))
@@ -582,7 +604,10 @@ def move(n: Node, arrays: list[Array], shapes: list[Shape], lead: int = 0) -> Ar
 
 
 def move_value(n: Node, xs: list[Value]) -> Value:
-    """Apply a moving rule to the peaks of values, and to a norm whose dimensions the result still has."""
+    """Bound a view, permutation, slice, concatenation or broadcast of tensors by the bounds of these.
+
+    A 2-norm is bounded as well if the result still has the dimensions of its rows.
+    """
     shapes, shape, x, rule = [x.shape for x in xs], tuple(n["shape"]), xs[0], n["rule"]
     norm, rows, added, peaks = x.norm, set(x.rows), len(shape) - len(x.shape), [x.peak for x in xs]
     if rule == "view":
@@ -792,7 +817,12 @@ def rule_product(c: Graph, n: Node, xs: list[Value]) -> Value:
 
 
 def find_extremes(rows: Array, steps: Array) -> Array:
-    """Return the largest magnitude of the products of each row with all steps."""
+    """Return the largest magnitude that a table of shifts adds to each output of a linear.
+
+    Args:
+        rows: products of the weight with `k` basis rows of the table, `[out, k]`.
+        steps: coefficients of these rows at each timestep, `[T, k]`.
+    """
     count = math.ceil(len(rows) * len(steps) / CHUNK)
     made = (x @ steps.T for x in np.array_split(rows, count))
     return np.concatenate([np.maximum(x.max(1), -x.min(1)) for x in made])
@@ -882,7 +912,11 @@ UNASKED = ("bounded", "norm", "unit", "lookup")  # bounds that need none of the 
 
 
 def compute(c: Graph, n: Node, xs: list[Value]) -> Known | None:
-    """Compute the centre, radius and length of a result whose inputs are known, before its own rounding."""
+    """Compute a result at every timestep, if all of its inputs are known there; else return None.
+
+    The result is the centre, the error radius of each element, and the bound of a row's error in 2-norm.
+    Rounding of the result isn't included.
+    """
     rule, shapes = n["rule"], [x.shape for x in xs]
     known = [x.exact for x in xs if x.exact is not None]
     if not known or len(known) < len(xs):
@@ -929,7 +963,10 @@ def row_error(radius: Array, shape: Shape, length: float) -> float:
 
 
 def follow_rows(n: Node, xs: list[Value], peak: Array) -> tuple[tuple[Any, ...], ...]:
-    """Return the known rows behind the norm of a result, before its own rounding."""
+    """Return a result's rows in the form `n * gain + table[t] + v` (n: a norm's output), as `Value.affine`.
+
+    They follow from those of the inputs; () if unknown. Rounding of the result isn't included.
+    """
     rule, last = n["rule"], n["shape"][-1:]
     alike = rule in ("view", "spread", "part") or (
         rule == "same" and n["function"] in ("cast", "copy")
@@ -1099,7 +1136,12 @@ class Weight:
         return self.widen(most.view(part.dtype)).astype(np.float64)
 
     def multiply(self, start: int, stop: int, *columns: Sequence[Array]) -> tuple[Array, ...]:
-        """Multiply the magnitudes, the squares and the values of rows by columns of their own."""
+        """Multiply rows of the weight in one pass: magnitudes, squares and values, each by other columns.
+
+        Args:
+            start, stop: range of the rows.
+            columns: three lists of columns, in that order.
+        """
         sums, squares, bases = (np.stack(x, 1) if len(x) else None for x in columns)
 
         def multiply(_: slice, rows: Array) -> tuple[Array, ...]:
@@ -1112,11 +1154,16 @@ class Weight:
         return tuple(np.concatenate(x) * (UP if i < 2 else 1) for i, x in enumerate(made))
 
     def check_sigma(self, start: int, stop: int, squares: Sequence[Any]) -> float:
-        """Return an upper bound of the largest singular value: the root of the sum of the stated squares.
+        """Check the squared singular values that a certificate states, and bound the weight's largest one.
 
-        For columns side by side, the square is at most the sum of the squares. For each part, t - W^T W
-        has a Cholesky decomposition in float64. So no eigenvalue exceeds t by more than 2 n (n + 1)
-        2**-53 of it (Rump 2006). The products of 512 rows are summed in fp32.
+        The weight is split into parts, columns side by side. The square of its singular value is at most
+        the sum of the squares of theirs. For each part, t - W^T W has a Cholesky decomposition in float64.
+        So no eigenvalue exceeds t by more than 2 n (n + 1) 2**-53 of it (Rump 2006). The products of 512
+        rows are summed in fp32.
+
+        Args:
+            start, stop: range of the rows.
+            squares: upper bound t of each part's largest singular value, squared.
 
         Raises:
             Refused: if a singular value is larger than stated.
@@ -1228,7 +1275,7 @@ class Graph:
     """Derivation of the bounds of one call's values, in order.
 
     Args:
-        write: write derived bounds into the certificate, instead of comparing with stated ones.
+        write: write derived bounds into the certificate, instead of comparing them with those in it.
     """
 
     def __init__(self, stated: Node, weights: dict[str, Weight], write: bool) -> None:
@@ -1243,7 +1290,7 @@ class Graph:
         """Linear to the norm of the rows that it reads, and the rounding error of each of its outputs."""
 
     def split(self, table: Array) -> tuple[Array, ...]:
-        """Return `split_table` of a table, computed once for all linears that read the same value."""
+        """Return `split_table` of a table, from a cache if another linear has read the same table."""
         found = next((made for own, made in self.tables if own is table), None)
         if found is None:
             found = split_table(table)
@@ -1301,7 +1348,7 @@ class Graph:
         return made
 
     def fits(self, n: Node, made: Array, place: Sequence[int]) -> bool:
-        """Return whether a bias has the same exponents as its sum."""
+        """Return whether a bias is multiplied by the same powers of two as the sum to which it is added."""
         if "bias" not in n:
             return True
         own = self.weights[n["bias"]].rows[slice(*n.get("part", (None,)))]
@@ -1440,7 +1487,11 @@ class Graph:
                     self.values[name] = Value(self.values[name].shape)
 
     def compare(self, n: Node, value: Value, users: list[Node]) -> None:
-        """Compare the derived bound with the stated one, and with the range of fp16."""
+        """Compare a value's derived bound with the one in the certificate, and with fp16's maximum.
+
+        An fp16 value that may exceed the maximum is recorded as not proven, unless only functions such as
+        `tanh` read it.
+        """
         self.read |= {(n[key], n["dtype"]) for key in ("weight", "bias") if key in n}
         found = None if value.peak is None else float(value.peak.max()) if value.peak.size else 0.0
         exponents = sorted({int(e) for e in value.exponents.reshape(-1)})
@@ -1469,9 +1520,9 @@ class Graph:
 
 
 def find_lost(values: Array, dtype: str) -> Array:
-    """Return the rounding errors of a certificate's values in a dtype; 0 for values beyond its range.
+    """Return the errors of rounding constants to a dtype; 0 for a constant beyond the dtype's range.
 
-    Values beyond the range are reported as not covered by the certificate.
+    Constants beyond the range are reported as not covered by the certificate.
     """
     held = values
     if dtype == "bf16":
@@ -1551,7 +1602,10 @@ def check_component(stated: Node, folder: Path, write: bool = False) -> tuple[in
 
 
 def prepare(stated: Node) -> None:
-    """Add placeholders for the keys that the derivation fills in."""
+    """Add empty fields for results, such as bounds and hashes, to a certificate's component.
+
+    The derivation of the bounds then fills them in.
+    """
     stated.update({"unread": [], "uncovered": []})
     for entry in stated["weights"].values():
         entry["sha256"] = "0" * 64
@@ -1607,7 +1661,7 @@ def describe_input(n: Node) -> str:
 
 
 def list_assumed(stated: Node) -> list[str]:
-    """List what a certificate states and nothing checks: loose constants, dtypes, operations."""
+    """List what a component's certificate assumes and nothing checks, such as constants and dtypes."""
     made = []
     for graph in stated["graphs"]:
         method = name_method(graph)
@@ -1629,7 +1683,7 @@ def describe_assumed(n: Node) -> Iterator[str]:
 
 
 def list_saturated(stated: Node) -> list[str]:
-    """List the values beyond fp16 that count as covered, as only a saturating function reads them."""
+    """List the fp16 values that may overflow without harm, as only functions such as `tanh` read them."""
     found = []
     for number, graph in enumerate(stated["graphs"]):
         for n in (n for n in graph["nodes"] if n["dtype"] == "fp16" and n["bound"]):
@@ -1791,7 +1845,7 @@ def list_needed(n: Node) -> list[str]:
 
 
 def explain_value(certificate: Node, name: str) -> dict[str, Any]:
-    """Return the stated bounds of a value and of all values that it follows from, in order, as data."""
+    """Return the certificate's bounds of a value and of all values that they follow from, in order."""
     stated, number, key = find_place(certificate, name)
     if number is None:
         return {"name": name, **explain_tensor(stated, key)}
@@ -1814,7 +1868,10 @@ def explain_value(certificate: Node, name: str) -> dict[str, Any]:
 
 
 def explain_tensor(stated: Node, key: str) -> dict[str, Any]:
-    """Return a tensor's exponents and dtype, whether it is covered, and the values that read it."""
+    """Return a weight's exponents, whether it stays fp32, whether it's proven to fit, and what reads it.
+
+    A weight in fp16 fits if its scaled values can't exceed 65504.
+    """
     nodes = [(i, n) for i, graph in enumerate(stated["graphs"]) for n in graph["nodes"]]
     reads = [f"{i}:{n['id']}" for i, n in nodes if key in (n.get("weight"), n.get("bias"))]
     return {"tensor": key, "read_by": reads, "wide": stated["weights"][key]["wide"],
@@ -1823,7 +1880,11 @@ def explain_tensor(stated: Node, key: str) -> dict[str, Any]:
 
 
 def describe_rule(n: Node, free: bool) -> str:
-    """Describe the rule of a value and its inputs in words."""
+    """Describe in words how a value is computed: its rule and its inputs.
+
+    Args:
+        free: whether its bound holds for any inputs.
+    """
     rule, names = n["rule"], [*dict.fromkeys(n["from"])]
     if rule in ("input", "times"):
         return f"{rule}: {describe_input(n)}"

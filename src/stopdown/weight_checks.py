@@ -21,7 +21,7 @@ MOST_NAMED = 8
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
-    """Return whether a weight stores other numbers than its values, so that nothing can be folded in."""
+    """Return whether a weight is stored in a quantised format, such as int8, that can't be scaled."""
     if is_traceable_wrapper_subclass(tensor):
         return True
     return not (tensor.is_floating_point() or tensor.is_complex()) or tensor.element_size() == 1

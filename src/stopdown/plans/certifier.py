@@ -91,7 +91,7 @@ class Certifier:
             self._take_threads()
 
     def _tell(self, line: str) -> None:
-        """Write a line to the process unbuffered, so that closing the pipe has nothing left to flush."""
+        """Write a line to the second process unbuffered, so that closing the pipe flushes nothing more."""
         assert self._process is not None
         assert self._process.stdin is not None
         left = f"{line}\n".encode()

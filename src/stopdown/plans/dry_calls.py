@@ -127,17 +127,17 @@ class CallListener(Listener):
         self.calls: dict[str, list[ComponentCall]] = {}
 
     def inside(self, run: DryCall, paths: ModulePaths) -> contextlib.AbstractContextManager[object]:
-        """Store a component call of which the dry run executes the code: the first call of its kind."""
+        """Store a component call that the dry run is about to execute, as the first call of its kind."""
         self.calls.setdefault(run.call.callee.component_name, []).append(
             dataclasses.replace(run.call, below=None)
         )
         return contextlib.nullcontext()
 
     def end(self, run: DryCall) -> None:
-        """Replace a kept call by this one if its timestep is larger; derive an `encode` from a `decode`.
+        """Replace the stored call of a finished call's kind if the finished one has a larger timestep.
 
-        If a pipeline only decodes, a few frames of the output become the argument of a made-up `encode`,
-        because a plan holds for both directions.
+        If a pipeline only decodes, a few frames of the output also become the argument of a made-up
+        `encode`, because a plan holds for both directions.
         """
         callee = run.call.callee
         made = self.calls.get(callee.component_name, [])

@@ -53,9 +53,9 @@ def read_class_versions() -> dict[str, str]:
 
 
 def seal_plan(plan: Plan) -> Plan:
-    """Return a plan with the checksum of its content as `seal`, by which an edited file is recognised.
+    """Return a plan with the checksum of its content in `seal`, by which an edited file is recognised.
 
-    It's as after writing and reading.
+    Its values are as if it had been written to a file and read again.
     """
     plan = from_json(_to_text(plan), Plan)  # so that 0 and 0.0 are one, as they are when read
     return dataclasses.replace(plan, seal=_compute_seal(_to_text(plan)))
@@ -125,9 +125,10 @@ describe_no_plan = functools.partial(describe_other, "plan")
 
 
 def carry_plan(plan: Plan) -> dict[str, Any]:
-    """Return a plan's content to be put into another JSON file, such as a model's `config.json`.
+    """Return a plan as a dict to be put into another JSON file, such as a model's `config.json`.
 
-    The seal doesn't depend on the keys' order.
+    Other libraries write that file again with keys in another order. So its checksum, `seal`, doesn't
+    depend on the order.
     """
     plain = dataclasses.replace(plan, seal="", memory=None)
     content: dict[str, Any] = parse_json(to_json(plain).encode())
@@ -327,7 +328,10 @@ def _list_exponents(scaling: Scaling) -> Iterator[str]:
 
 
 def _list_names(scaling: Scaling) -> Iterator[str]:
-    """Yield a clause for each name in a scaling that isn't a valid path; a module's "" is the component."""
+    """Yield a clause for each name in a scaling that can't be the path of a parameter, an eps or a module.
+
+    The path "" is that of the component itself.
+    """
     for name in scaling.exponents:
         if not _is_parameter(name):
             yield f"the parameter {name[:40]!r}"

@@ -175,8 +175,9 @@ def _load_scaled(
 
 
 def describe_calls(plan: Plan, facts: Iterable[ComponentFacts]) -> Iterator[ComponentPlan]:
-    """Yield a short entry for each call of the planned components, for records: the reason, without
-    exponents.
+    """Yield an entry for the record of a run for each call of the planned components, without exponents.
+
+    Its reason describes in a sentence how the component runs by the plan.
     """
     planned = {entry.component: entry for entry in plan.components}
     for fact in (fact for fact in facts if fact.name in planned):
@@ -204,8 +205,10 @@ def _describe_basis(entry: ComponentPlan) -> str:
 
 
 def describe_entry(entry: ComponentPlan, name: str) -> str:
-    """Describe in a sentence how a component runs by a plan: precision, headroom, fp32 modules;
-    otherwise its reasons.
+    """Describe in a sentence how a component runs by a plan.
+
+    For fp16 with exponents the sentence has the headroom, the fp32 modules and the measured error, else
+    the precision and its reasons.
 
     Args:
         name: of the plan, for the sentence.

@@ -21,7 +21,10 @@ class StopdownDiffusersQuantizer(PlannedModel, DiffusersQuantizer):
         self._loading, self._files = ModelLoad(quantization_config), list[str | Path]()
 
     def validate_environment(self, *args: Any, **options: Any) -> None:
-        """Refuse other formats, and weights on disk; called again once the device map is known."""
+        """Refuse dtypes in which a plan can't be loaded, and device maps that offload weights to disk.
+
+        Diffusers calls this a second time once the device map is known.
+        """
         self._loading.request(options.get("torch_dtype"))
         check_device_map(options.get("device_map"))
 

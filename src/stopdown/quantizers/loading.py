@@ -232,7 +232,13 @@ class ModelLoad(SameInCopies):
     def _complete(
         self, module: torch.nn.Module, samples: dict[str, _Samples]
     ) -> dict[str, _Samples]:
-        """Complete samples of weights by those of tied ones, and of integers, which aren't scaled."""
+        """Return the samples of all tensors of a model, by which its plan is compared with its weights.
+
+        A tied weight gets the samples of its other name. Integers, which aren't scaled, are sampled here.
+
+        Args:
+            samples: those that were taken while the weights arrived.
+        """
         state = module.state_dict(keep_vars=True)
         known = {id(state[name]): found for name, found in samples.items() if name in state}
         found = {}
@@ -383,7 +389,7 @@ class PlannedModel:
 
 
 def _find_entry(module: torch.nn.Module, entry: ComponentPlan) -> AppliedEntry:
-    """Return the entry that was applied to a module while it was empty."""
+    """Return the plan entry that was applied to a module before its weights were loaded."""
     found = find_applied(module)
     assert found is not None, entry.component
     return found
@@ -443,11 +449,11 @@ _REFUSED = {
 
 
 def unfold(made: torch.Tensor, wanted: StoredWeight) -> StoredWeight:
-    """Return a scaled weight with the folds that undo its exponents, to be read in fp32.
+    """Return a scaled weight together with the powers of two by which reading it in fp32 unscales it.
 
     Args:
         made: the scaled weight.
-        wanted: its folds.
+        wanted: has the powers of two by which the weight was multiplied.
     """
     if not made.is_floating_point():
         return StoredWeight(made, made.dtype)
@@ -455,7 +461,7 @@ def unfold(made: torch.Tensor, wanted: StoredWeight) -> StoredWeight:
 
 
 def _negate(folds: Folds) -> Folds:
-    """Return the inverse folds, with negated exponents."""
+    """Return the folds (multiplications by powers of two) that undo the given ones."""
     return [(place, -exponent) for place, exponent in folds]
 
 

@@ -25,11 +25,17 @@ _QUANTIZERS = {
 
 
 class _Finder:
-    """An import finder for the modules with the tables, which fills the tables after their import."""
+    """Import finder that adds Stopdown's quantization method to Diffusers and Transformers at their import.
+
+    It only handles `quantizers.auto` of each library, whose tables list the library's methods.
+    """
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> Any:
-        """Return the spec of a module with tables; None for every other module."""
+        """Return the spec of a library's `quantizers.auto`, with an import that adds Stopdown's method.
+
+        Return None for every other module.
+        """
         spec = PathFinder.find_spec(name, path, target) if name in _QUANTIZERS else None
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
@@ -43,7 +49,13 @@ def _run(execute: Any, module: ModuleType) -> None:
 
 
 def _fill(module: Any) -> None:
-    """Add the method to a library's two tables; the quantizer is imported when it is first used."""
+    """Add Stopdown's quantization method to a library's tables of configs and quantizers.
+
+    The quantizer is imported when it is first used.
+
+    Args:
+        module: the library's `quantizers.auto`, which has the tables.
+    """
     config = importlib.import_module("stopdown.quantizers.config").StopdownConfig
     module.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(QUANT_METHOD, config)
     module.AUTO_QUANTIZER_MAPPING.setdefault(
@@ -60,7 +72,7 @@ def _make(tables: str, config: Any, **options: Any) -> Any:
 
 
 def register() -> None:
-    """Register the method with each library, now or when it is imported."""
+    """Register Stopdown's quantization method with Diffusers and Transformers, now or at their import."""
     if not any(found is _Finder for found in sys.meta_path):
         sys.meta_path.insert(0, _Finder)
     for name in _QUANTIZERS:

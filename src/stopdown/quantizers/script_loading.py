@@ -63,7 +63,10 @@ def plan_loads(
 
 
 class _Loads:
-    """Replaces the `from_pretrained` of one script's models."""
+    """Replacement of `from_pretrained` that loads a script's 16-bit models in fp16 with plans.
+
+    If a plan can't be made, the model is loaded as the script requests.
+    """
 
     def __init__(
         self, device: str, announce: Callable[[str], None], patches: Patches, otherwise: str
@@ -216,9 +219,10 @@ def quantization(
 
 
 def _split_held(source: Source, entry: ComponentPlan) -> ComponentPlan:
-    """Return a component's entry; for a container of several models, one in fp32, with a warning.
+    """Return a plan's entry for a component; replace it by one in fp32 if the component contains models.
 
-    Diffusers passes the config to each of these models, but exponents belong to all of them together.
+    `MultiControlNetModel` is such a component. Diffusers loads each of its models alone, but exponents
+    belong to all of them together. The user gets a warning.
     """
     if source.kind == "file" or not holds_models(find_class(*source.components[entry.component])):
         return entry

@@ -41,7 +41,10 @@ class StopdownTransformersQuantizer(PlannedModel, HfQuantizer):
         return model
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Return the conversions as they are; begin the load in this hook, the first with weights tied."""
+        """Choose the plan before any weight is loaded; return Transformers' weight conversions unchanged.
+
+        Of the hooks that Transformers calls before a load, this is the first after weights are tied.
+        """
         self._loading.begin(model, self._files)
         return super().update_weight_conversions(weight_conversions, model)
 
@@ -57,7 +60,11 @@ class StopdownTransformersQuantizer(PlannedModel, HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the weights without exponents, because Transformers loads models of unknown methods."""
+        """Return the weights to save, without exponents.
+
+        Without Stopdown, Transformers ignores the unknown quantization method in the config, and would use
+        scaled weights as they are.
+        """
         return self._loading.unfold_weights(model), {}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:

@@ -41,9 +41,9 @@ class Notes(threading.local):
     A range is the smallest and the largest value, as two scalars on the device.
 
     Attributes:
-        clamping: path and output range of each module that clamps at fp16's maximum; for an operation such
-            as `tanh()`, a range that is infinite or large if it hid a value (`hidden_values`).
-        meant: operations whose hidden values are no fault, so that they aren't recorded.
+        clamping: path and output range of each module that clamps at fp16's maximum. For an operation that
+            can turn Inf into a finite value, such as `tanh()`, a range that is large or infinite if it did.
+        meant: such operations in which that is no fault, so that they aren't recorded.
         blocks: path, dtype and output range of each block.
         inputs: name of each argument, the limit up to which a plan's bounds hold for it, and its range.
         oversizes: argument → its size and the sizes that a plan's bounds hold for, in words, for each

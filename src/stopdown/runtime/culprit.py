@@ -192,8 +192,11 @@ class _Tracer(TorchDispatchMode):
         *,
         is_exact: bool = False,
     ) -> None:
-        """
+        """Prepare to trace one call of a module; enter this mode around the call.
+
         Args:
+            arguments: of the call by name, to recognise faulty ones.
+            patches: undoing them removes the hooks.
             is_exact: distinguish an overflow in fp32 from a result that isn't finite in any precision.
         """
         super().__init__()

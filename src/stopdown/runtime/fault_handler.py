@@ -52,7 +52,8 @@ class FaultHandler:
     """Responds to calls with NaN, Inf or a dtype error: repairs and repeats them, or raises."""
 
     def __init__(self, session: Session, find_origin: Callable[[], FaultOrigin]) -> None:
-        """
+        """Prepare to respond to the faults of a guarded program's calls.
+
         Args:
             find_origin: finds the origin of NaN and Inf that no component made.
         """
@@ -62,7 +63,10 @@ class FaultHandler:
 
     @property
     def _on_fault(self) -> OnFault:
-        """The action on a fault; no repair with several processes, because the others continue."""
+        """The action on a fault: the requested one, but no repair if several processes run the program.
+
+        The other processes would continue while one of them repeats its call.
+        """
         asked = self._options.on_fault
         alone: OnFault = "warn" if self._hands_back else "raise"
         return alone if asked == "repair" and count_processes() > 1 else asked
@@ -161,7 +165,7 @@ class FaultHandler:
         return self._repair(case)
 
     def _report_search(self, fault: Fault) -> None:
-        """Announce a long search, so that the run does not seem to hang."""
+        """Report that repairing a large component takes long, so that the run doesn't seem to hang."""
         count = sum(x.numel() for x in fault.guarded.module.parameters())
         if count >= LARGE:
             text = (

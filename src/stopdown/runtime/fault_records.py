@@ -87,7 +87,8 @@ class FaultRecords:
     """Writes the errors and records of a session's faults."""
 
     def __init__(self, session: Session, find_origin: Callable[[], FaultOrigin]) -> None:
-        """
+        """Prepare to write the errors and records of a guarded program's faults.
+
         Args:
             find_origin: finds the origin of NaN and Inf that no component made.
         """
@@ -165,11 +166,10 @@ class FaultRecords:
         return f"{said} {self._describe_basis(case)}".rstrip()
 
     def _describe_basis(self, case: FaultCase) -> str:
-        """Describe on what the plan rests at the culprit's module if no bound holds there: measurement
-        or guess.
+        """Describe what the plan's exponents rest on where a fault began: measured calls, or a guess.
 
-        Return "" if bounds hold. Operations aren't compared by name, because the replay sees one linear
-        as several operations.
+        Return "" if proven bounds hold there. Places are compared by module path and not by operation,
+        because the replay that finds the fault sees one linear as several operations.
         """
         planned = self._session.planned.get(case.fault.guarded.callee.component_name)
         place = f":{case.culprit.path} ("
@@ -202,8 +202,10 @@ class FaultRecords:
 
 
 def describe_remedy(remedy: Remedy, applied: tuple[ComponentPlan, ...]) -> str:
-    """Return the reason for a repair, for the log; if single modules run in fp16 unscaled, the note on
-    these.
+    """Return the reason for a repair, for the log.
+
+    If the repair scales no weight, but runs some modules in fp16 and all others in fp32, return the
+    explanation that was recorded when these modules were chosen.
 
     Args:
         applied: the component's plans as applied by the repair.

@@ -129,10 +129,11 @@ def noting_hidden(note: Note, *, is_wide: bool = False) -> Iterator[None]:
 
 
 def load_compiler() -> None:
-    """Import PyTorch's compiler while its functions aren't replaced, because it keeps a table of functions.
+    """Import PyTorch's compiler while none of PyTorch's functions is replaced by a watched one.
 
-    A dispatch mode imports the compiler, and a table with replaced functions breaks the graphs of code that
-    is compiled later.
+    At its import the compiler stores the functions in a table. If replaced ones were in it, the graphs of
+    code that is compiled later would break. Dispatch modes import the compiler, so call this before one is
+    used.
     """
     with CHANGING:
         if "torch._dynamo" in sys.modules:

@@ -128,8 +128,9 @@ def _ask_memory(memory: str, asked: str | Plan, target: Device) -> MemoryPlan | 
 
 
 def _place(loaded: AppliedPlan, source: Source, target: Device) -> AppliedPlan:
-    """Place a pipeline's weights so that runs at the model's own size fit into memory, as long as it
-    exists.
+    """Place a pipeline's weights so that runs at the model's own size fit into memory.
+
+    Weights that have to be offloaded stay so as long as the pipeline exists.
     """
     request = complete_request(loaded.pipe, Request())
     loaded = fit_run(loaded, request, target, warn_user)

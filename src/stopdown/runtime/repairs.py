@@ -86,11 +86,11 @@ class WholeInFp32Error(ScalingError):
 
 @dataclass
 class Calibration(ObservedCalls):
-    """What the failing calls of one module have reached so far, and what was tried for them.
+    """Measured ranges of one module's failed calls so far, and the repairs that were tried for them.
 
     Attributes:
-        may_repair: calls that the exponents do not hold for are repaired; False refuses them.
-        hands_back: what is not repaired is made by the model as it was found; False refuses it.
+        may_repair: repair calls that the exponents don't hold for; False refuses them.
+        hands_back: make a call on the original module if no repair is found for it; False refuses it.
         tried: what was tried for such calls, each once: by the kind of call and the remedy.
     """
 
@@ -312,7 +312,10 @@ class Component:
             self._entrance.dtype, self.applied = None, ()
 
     def _keep_waiting(self) -> None:
-        """Let undoing the repairs restore parameters on `meta` by name, because each call replaces them."""
+        """Record the parameters on `meta` (offloaded weights), so that undoing the repairs restores them.
+
+        Each call replaces such a parameter by one with values, so they are restored by name.
+        """
         for part in self.module.modules():
             for name, tensor in part._parameters.items():
                 if tensor is not None and tensor.is_meta:

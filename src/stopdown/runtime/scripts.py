@@ -263,8 +263,9 @@ class ScriptGuard:
             yield
 
     def _bring(self, callee: Callee, wanted: torch.dtype) -> bool:
-        """Cast a component from the other 16-bit format to `wanted`; return whether it is in that now
-        by a cast.
+        """Cast a component to `wanted` if it is in the other 16-bit format.
+
+        Return whether it has been cast, by this call or an earlier one.
         """
         module = find_module(callee)
         found = next(iter(read_precisions(module)), None)

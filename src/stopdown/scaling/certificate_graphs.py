@@ -238,8 +238,9 @@ class _Exporter:
         return name
 
     def _change_aliases(self, node: Node) -> None:
-        """Replace the rules' names of all tensors that share a storage which this node has written in
-        place.
+        """Update the certificate's names of all tensors whose memory a node has written in place.
+
+        Such a name then refers to a new value, which is either the old or the written content.
         """
         root, new = self.aliases.get(node), self.ids[node]
         for other in [

@@ -68,7 +68,11 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Read the table in a model's JSON file; raise `UnreadableError` if that is not possible."""
+    """Read a model's JSON file, such as a `config.json`, as a dict.
+
+    Raises:
+        UnreadableError: the file can't be read, or isn't a JSON object.
+    """
     most = MOST_CONFIG_BYTES if "config" in path.name or "index" in path.name else MOST_BYTES
     return read_json_table(path, most_bytes=most, allows_infinity="config" in path.name)
 
@@ -81,7 +85,10 @@ def list_custom_code(content: dict[str, Any]) -> Iterator[str]:
 
 
 def find_kernels(content: dict[str, Any]) -> Iterator[str]:
-    """Yield `path = name` for each field that chooses an implementation not in `BUILT_IN`."""
+    """Yield `path = name` for each field that chooses an attention or expert kernel not in `BUILT_IN`.
+
+    `BUILT_IN` lists those of PyTorch and Transformers. Transformers may download others from the Hub.
+    """
     for path, key, value in _walk(content):
         if "implementation" in key:
             yield from (f"{path} = {name!r}" for name in _list_texts(value) if name not in BUILT_IN)

@@ -94,7 +94,10 @@ def unpack_rows(tensor: Any) -> Iterator[torch.Tensor]:
 
 
 def read_scales(tensor: Any) -> torch.Tensor:
-    """Read the scales of a tensor's blocks, `[blocks, scales]` fp16; none for types without an entry."""
+    """Read the scales of a quantised tensor's blocks, `[blocks, scales]` fp16.
+
+    The result is empty for quantisation types that `SCALES` doesn't list.
+    """
     gguf = require_gguf()
     _, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
     blocks = tensor.data.reshape(tensor.data.size // size, size)

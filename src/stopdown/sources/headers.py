@@ -148,7 +148,10 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def read_rescaled(*paths: Path) -> str:
-    """Return the first `RESCALED_ENTRY` in the metadata of these files; "" if there is none."""
+    """Return the statement in these files' metadata that their weights are rescaled; "" if there is none.
+
+    The first file with such a statement (`RESCALED_ENTRY`) counts.
+    """
     for path in paths:
         with contextlib.suppress(DamagedFileError, OSError):
             if said := read_metadata(path).get(RESCALED_ENTRY, ""):
@@ -168,7 +171,7 @@ def copy_with_metadata(source: Path, target: Path, metadata: Mapping[str, str]) 
 
 
 def read_samples(path: Path) -> bytes:
-    """Read 16 blocks of 4 KiB of a file, evenly spread from its beginning to its end."""
+    """Read a file's samples for a fingerprint: 16 blocks of 4 KiB, evenly spread from beginning to end."""
     last = max(path.stat().st_size - 4096, 0)
     with open_regular_file(path) as file:
         samples = []

@@ -371,7 +371,7 @@ def count_dtypes(headers: Headers) -> dict[str, dict[str, int]]:
 
 
 def find_rescaled(headers: Headers) -> dict[str, str]:
-    """Return the `RESCALED_ENTRY` in each component's metadata; "" if there is none."""
+    """Return, by component, the statement in its metadata that its weights are rescaled; "" without one."""
     said: dict[str, str] = {}
     for folder, header in headers:
         said[folder] = said.get(folder) or str((header.metadata or {}).get(RESCALED_ENTRY, ""))

@@ -46,7 +46,7 @@ def list_modules_with(class_name: str) -> list[str]:
 
 @functools.cache
 def is_deprecated(class_name: str) -> bool:
-    """Return whether Diffusers has a class only among deprecated pipelines, from which it loads none."""
+    """Return whether Diffusers can't load a class, because it's only among the deprecated pipelines."""
     folder = find_diffusers() / "pipelines" / "deprecated"
     texts = (path.read_text(encoding="utf-8") for path in folder.glob("*/__init__.py"))
     found = any(re.search(rf'"{re.escape(class_name)}"', text) for text in texts)
@@ -63,7 +63,7 @@ def find_diffusers() -> Path:
 
 
 def makes_itself(pipeline_class: str, name: str) -> bool:
-    """Return whether a pipeline's `__init__` creates a component by default, as LongCat's the scheduler.
+    """Return whether a pipeline's `__init__` makes a component by default, as LongCat's does a scheduler.
 
     The index names such a component, but `save_pretrained` writes no folder for it. This is read from the
     source text of the class; an inherited `__init__` is not considered.

@@ -39,8 +39,9 @@ _PATTERNS = tuple(
 def split_prefix(name: str) -> tuple[str, str, str]:
     """Split a tensor's name into its component, the prefix as written, and the rest.
 
-    The component is a name in a pipeline, or `DENOISER`; it and the prefix are "" for names without a
-    prefix. In `text_encoders.t5xxl.transformer.encoder`, `transformer.` belongs to neither.
+    The component is a name in a pipeline, or `DENOISER` for a transformer, a UNet or a prior. Component
+    and prefix are "" for names without a prefix. In `text_encoders.t5xxl.transformer.encoder`,
+    `transformer.` belongs neither to the prefix nor to the rest.
     """
     for pattern, component in _PATTERNS:
         if found := pattern.match(name):
@@ -148,7 +149,10 @@ def list_layers(component: str, names: Iterable[str]) -> Iterator[Layer]:
 
 
 def index_layers(layers: Iterable[Layer]) -> dict[str, dict[str, Layer]]:
-    """Index layers by component, with `DENOISER` for denoisers, then by path with `_` for `.`."""
+    """Index layers for names in LoRA files: by component, then by path with `_` in place of `.`.
+
+    All transformers, UNets and priors are one component there, `DENOISER`.
+    """
     found: dict[str, dict[str, Layer]] = {}
     for layer in layers:
         kind, path = _COMPONENTS.get(layer.component, layer.component), layer.path

@@ -72,7 +72,10 @@ def list_missing(kind: Any, off: Collection[str] = ()) -> list[str]:
 
 
 def _list_backends(kind: type) -> list[str]:
-    """List the missing backends of a class; only a placeholder of the libraries has any."""
+    """List the missing packages for lack of which a library has only a placeholder of a class.
+
+    The list is empty for a real class.
+    """
     asked = vars(kind).get("_backends") or vars(kind).get("__backends") or ()
     return [x for x in asked if isinstance(x, str) and not _is_here(x)]
 
@@ -137,7 +140,11 @@ def _list_imports(body: list[ast.stmt]) -> set[str]:
 
 
 def _list_flags(body: list[ast.stmt]) -> set[str]:
-    """Return the names assigned in a guard's body, such as `XLA_AVAILABLE`."""
+    """Return the names that an `if` sets when a package is installed, such as `XLA_AVAILABLE`.
+
+    Args:
+        body: the statements of the `if`.
+    """
     targets = [x for one in body if isinstance(one, ast.Assign) for x in one.targets]
     return {x.id for x in targets if isinstance(x, ast.Name)}
 
@@ -154,7 +161,15 @@ def _is_lacking(module: Any, name: str) -> bool:
 
 
 def _is_used(tree: ast.Module, guard: ast.stmt, name: str, flags: set[str]) -> bool:
-    """Return whether a module uses a name outside of its guard and not under one of the guard's flags."""
+    """Return whether a module uses an imported name even if the package of that name is missing.
+
+    Uses inside of the `if` that imports it don't count, nor those under a flag that says so.
+
+    Args:
+        tree: the module's code.
+        guard: the `if`, such as `if is_ftfy_available():`.
+        flags: names that are only true if the package is there, such as `XLA_AVAILABLE`.
+    """
     waiting: list[ast.AST] = [node for node in tree.body if node is not guard]
     while waiting:
         node = waiting.pop()

@@ -26,7 +26,10 @@ from stopdown.sources.headers import StoredTensor, read_header
 
 
 def list_weights(path: Path, metadata: Mapping[str, str]) -> Iterator[FileWeight]:
-    """Yield the weights of a safetensors file in the order of their offsets; codes and scales are one."""
+    """Yield the weights of a safetensors file in the order of their offsets.
+
+    A quantised weight's codes and scales are yielded together, as one weight.
+    """
     tensors = read_header(path)
     marks = [name for name in tensors if name.rpartition(".")[2] == "comfy_quant"]
     methods = read_methods(
@@ -83,7 +86,10 @@ MARKS = ("scaled_fp8", "comfy_quant", "weight_format")
 
 
 class QuantisedLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tensor names of a quantised weight in one program; a row of `quantised_layouts.toml`."""
+    """Names under which one program stores a quantised weight's codes and scales.
+
+    It's a row of `quantised_layouts.toml`.
+    """
 
     name: str
     codes: str

@@ -24,7 +24,7 @@ _SUM = re.compile(r"<([^<>]*)>")
 
 
 class Layout(msgspec.Struct, frozen=True, rename={"class_name": "class"}):
-    """Names of a class's tensors in a single file.
+    """Rules that turn the names of a class's tensors into those in single files.
 
     Attributes:
         class_name: class in Diffusers or Transformers.
@@ -48,7 +48,7 @@ class Whole(msgspec.Struct, frozen=True):
 
     Attributes:
         prefixes: prefix by component.
-        layouts: table to use instead of that of the component's class, by component.
+        layouts: by component, the name of the `Layout` to use instead of that of the component's class.
     """
 
     pipeline: str
@@ -80,7 +80,10 @@ def read_layouts() -> dict[str, Layout]:
 
 @functools.cache
 def find_whole(pipeline_class: str) -> Whole:
-    """Return the prefixes in single files with a whole pipeline; without any for unknown pipelines."""
+    """Return the name prefixes of a pipeline's components in a single file that contains all of them.
+
+    For an unknown pipeline there are none.
+    """
     rows = read_rows("single_file_names", "whole", Whole)
     return next((row for row in rows if row.pipeline == pipeline_class), Whole("", "", {}))
 
@@ -138,11 +141,14 @@ def _find_layout(module: torch.nn.Module, table: str = "") -> Layout:
 
 
 def rename_tensor(name: str, rules: Iterable[tuple[str, str]], numbers: Mapping[str, int]) -> str:
-    """Return the name of a tensor in a single file, followed by `@` and its change or order, if any.
+    """Convert the name of a component's tensor to its name in a single file.
+
+    If the tensor is changed there, such as transposed, or is a part of a larger one, `@` follows with the
+    change or the number of the part.
 
     Args:
         rules: rules of a `Layout`.
-        numbers: values of the variables in replacements, such as `n1`.
+        numbers: values of the variables in the rules' replacements, such as `n1`.
     """
     for pattern, replacement in rules:
         name = re.sub(pattern.replace("<last>", str(numbers["last"])), replacement, name)
@@ -151,7 +157,11 @@ def rename_tensor(name: str, rules: Iterable[tuple[str, str]], numbers: Mapping[
 
 
 def _add(text: str, numbers: Mapping[str, int]) -> int:
-    """Evaluate a sum of products such as `1+n1*2`, with the given values of variables."""
+    """Compute a number in a tensor's name, given as a sum of products such as `1+n1*2`.
+
+    Args:
+        numbers: values of the variables.
+    """
     return sum(
         math.prod(numbers[x] if x in numbers else int(x) for x in product.split("*"))
         for product in text.split("+")
@@ -159,7 +169,11 @@ def _add(text: str, numbers: Mapping[str, int]) -> int:
 
 
 def _count(module: torch.nn.Module, names: Iterable[str]) -> dict[str, int]:
-    """Return the values of the variables in replacements, from a component's configuration and names."""
+    """Return the values of the variables in a `Layout`'s rules for a component, such as `n1`.
+
+    Examples are layers per block and the number of the last block. They are read from the component's
+    config and the names of its tensors.
+    """
     config: Any = getattr(module, "config", {})
 
     def read(*fields: str) -> Any:
@@ -205,7 +219,10 @@ def arrange(module: torch.nn.Module, table: str = "") -> dict[str, torch.Tensor]
 
 
 def _merge(module: torch.nn.Module, table: str) -> dict[str, torch.Tensor]:
-    """Return a component's state dict with merged convolutions multiplied, in fp32, into those before."""
+    """Return a component's state dict without the convolutions that single files lack.
+
+    Each of them is multiplied, in fp32, into the convolution before it.
+    """
     state = module.state_dict()
     for name, before in _find_layout(module, table).merged.items():
         weight, bias = state.pop(f"{name}.weight"), state.pop(f"{name}.bias")

@@ -248,11 +248,10 @@ class Image:
         self.squares = torch.stack([x.gain.square() for x in affine_rows], 1)
 
     def bound(self, products: Products, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bound each element of a weight's product with this object's rows, and each partial sum of
-        such an element.
+        """Bound each output of a linear on input rows `n * gain + table[t] + rest`, and its partial sums.
 
-        Both are `[out]` float64, the largest of all rows. Shifts of opposite signs may cancel in the
-        whole sum but not in a partial one, which is bounded by magnitudes.
+        Both are `[out]` float64, the largest of all rows. Shifts `table[t]` of opposite signs may cancel in
+        the whole sum but not in a partial one, which is bounded by magnitudes.
 
         Args:
             products: products of the weight with this object's columns, after one further column of

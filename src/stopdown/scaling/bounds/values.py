@@ -71,14 +71,14 @@ class AffineRow:
 
     @functools.cached_property
     def largest(self) -> torch.Tensor:
-        """`[d]` float64: the largest magnitude in each channel of the table."""
+        """Largest magnitude of the shift `table` in each channel, over all timesteps: `[d]` float64."""
         return find_largest_rows(self.table.split(TIMESTEPS_AT_ONCE)).double()
 
     @functools.cached_property
     def basis(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Factors of `table`, `coefficients [T, k] @ rows [k, d]`, and a bound `[d]` on their error.
+        """Factors of the shift `table`, `coefficients [T, k] @ rows [k, d]`, with an error bound `[d]`.
 
-        A product with `k` rows is cheaper than one with all `T` timesteps.
+        Multiplying a weight by `k` rows is cheaper than by the shifts at all `T` timesteps.
         """
         if len(self.table) <= BASIS:
             ones = torch.eye(len(self.table), dtype=torch.float64)

@@ -88,8 +88,8 @@ class Capture:
         answers: tensor values that the code read, and that may decide its path.
         outputs: number of tensors that the call returns. Further outputs of the graph are those whose
             values were read.
-        replaceable: buffers and parameters that the code doesn't read at another size, but computes
-            others.
+        replaceable: buffers and parameters that the code ignores in calls of another size, for which
+            it computes new ones.
         operands: inputs that are cast and parameters kept in fp32 because the code mixes dtypes.
         signature: signature of the call, as in `sign_call`.
         keeps_clamps: whether the code clamps at fp16's maximum in fp32 as well.

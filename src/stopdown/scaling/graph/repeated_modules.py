@@ -582,7 +582,10 @@ class _Description:
 
 
 class _Plain:
-    """Empty class, whose instances have a `__dict__` and no other state."""
+    """Empty class, whose instances have no state outside their `__dict__`.
+
+    A class whose memory layout has the same sizes has none either.
+    """
 
 
 def _is_plain_object(value: Any) -> bool:

@@ -166,10 +166,14 @@ def _list_bounds(
     does: Callable[[Scaling], bool],
     find_tighter: Find | None = None,
 ) -> Iterator[Candidate[Scaling]]:
-    """Yield searches with all bounds, and then with fewer and fewer loose ones.
+    """Yield searches for exponents: with all proven bounds, then with fewer and fewer loose ones.
+
+    Measured ranges replace the bounds that are left out.
 
     Args:
-        find: finds exponents for calls; `find_tighter` after it has found none that do.
+        find: finds exponents for calls.
+        does: whether exponents are accepted at once.
+        find_tighter: finds them in all searches but the first; None for `find`.
     """
     before = None
     for bits in LOOSEST_BITS:

@@ -145,8 +145,10 @@ class _CallSearch:
         return replace(scaling, trial=try_scaling(self.module, scaling, self._reference))
 
     def _scale(self, stream: ResidualStream | None) -> Scaling:
-        """Find scale exponents with whole modules in fp32; if only their matrix products can be fp16,
-        with less fp32.
+        """Find scale exponents, with whole modules in fp32 if needed.
+
+        If some are in fp32, search again with the matrix products of these modules in 16 bits. That
+        result is preferred if less of the work is in fp32.
 
         Args:
             stream: casts that keep the residual stream in fp32; None for none.

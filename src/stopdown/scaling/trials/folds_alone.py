@@ -136,8 +136,7 @@ def _find(
 
 
 def _must_keep(place: str) -> bool:
-    """Return whether an eps must keep its value in a weight file's program, which can't be given
-    another one.
+    """Return whether an eps must keep its value, since programs that load a weight file can't change it.
 
     A clamp's limit that fp16 rounds to 0 needn't: no positive fp16 value is below it.
 

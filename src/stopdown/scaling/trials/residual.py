@@ -193,12 +193,14 @@ def measure_wide_flops(capture: Capture) -> float:
 class _Reader:
     """Finds which modules and parameters of a captured call write to, read or multiply its residual stream.
 
+    A weighted layer is a linear, a convolution or an embedding.
+
     Attributes:
         matrices: paths of the modules that multiply by a parameter.
-        attentions: paths of the modules whose own code multiplies two activations.
-        inner: paths of the modules whose weighted output functional attention reads.
-        writers: paths of the modules whose weighted output reaches a sum or a norm.
-        narrow: parameters that are matrices, or that functional attention reads.
+        attentions: paths of the modules whose own code multiplies two activations, as attention does.
+        inner: paths of the weighted layers whose output such a product reads (query, key and value).
+        writers: paths of the weighted layers whose output reaches a sum or a norm.
+        narrow: parameters that are matrices, or that such a product reads.
         beside: parameters that are small enough to stay in fp32.
     """
 

@@ -155,7 +155,10 @@ class WatchOptions:
 
 
 class _Thread(threading.local):
-    """Per-thread state: the watch and the powers of two of a call that has to be multiplied at its ends."""
+    """Per-thread state: the present call's watch, and the powers of two for its arguments and outputs.
+
+    `scaled` is None if the call needs none.
+    """
 
     scaled: tuple[CallWatch, CallEnds] | None = None
 

@@ -60,9 +60,9 @@ class FoldedWeights:
         return any(x.tensor.itemsize == 2 for x in self._weights)
 
     def refuse_gradients(self, patches: Patches) -> None:
-        """Have backward passes raise an error that reach a scaled weight, until `patches` is undone.
+        """Make backward passes that reach a scaled weight raise an error, until `patches` is undone.
 
-        Its gradient would be that of another weight.
+        The gradient would be that of another weight.
         """
         for known in self._weights:
             if known.tensor.requires_grad and known.name not in self._refused:
@@ -121,7 +121,9 @@ class _Weight:
         return tensor is not self.tensor or count_writes(tensor) != self.version
 
     def accept(self) -> bool:
-        """Return whether the module's tensor still has the recorded values, or none here; if so, record it.
+        """Record the module's present tensor if its values are unchanged, or if it's offloaded.
+
+        Return whether it was recorded.
 
         Cost: a host read.
         """
