@@ -31,12 +31,15 @@ def name_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def name_block(name: str, dim: int, start: int, stop: int) -> str:
-    """Return the name of a fold of rows (`dim` 0) or columns (`dim` 1) `start` to `stop` of a tensor."""
+    """Return the name of an exponent for some rows (`dim` 0) or columns of a tensor: `weight[0:64]`."""
     return f"{name}[{':,' * dim}{start}:{stop}]"
 
 
 def split_fold_name(name: str) -> tuple[str, Place]:
-    """Split a fold's name into the tensor's name and the place in it, a tuple of slices; () for all."""
+    """Split an exponent's name, as `weight[0:64]`, into the tensor's name and the place in it.
+
+    The place is a slice of rows, or two slices of rows and columns; () for the whole tensor.
+    """
     bare, bracket, blocks = name.partition("[")
     if not bracket:
         return name, ()
@@ -49,22 +52,26 @@ def _read_slice(text: str) -> slice:
 
 
 def name_clamp(value: float) -> str:
-    """Return the name of a clamp's lower limit, without dots: `clamp_1e_3` for 0.001."""
+    """Return a name for a clamp in a module's code, by its lower limit: `clamp_1e_3` for 0.001.
+
+    An exponent of the limit is stored under it, like that of a norm's eps under the attribute's name. A dot
+    would separate submodules.
+    """
     _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
     return f"{_CLAMP}{''.join(map(str, digits))}e{exponent}".replace("-", "_")
 
 
 def read_clamp(name: str) -> float | None:
-    """Return the lower limit in a clamp's name; None for the name of an attribute."""
+    """Return the lower limit in a name from `name_clamp`; None for the name of an attribute."""
     is_clamp = name.startswith(_CLAMP) and name[len(_CLAMP) :][:1].isdigit()
     return float(name.removeprefix(_CLAMP).replace("_", "-")) if is_clamp else None
 
 
 def list_folds(exponents: Mapping[str, int]) -> dict[str, list[tuple[Place, int]]]:
-    """Group exponents by tensor: map each folded tensor's name to its places and their exponents.
+    """Group exponents by tensor: map its name to places in it (rows, columns) and their exponents.
 
     Args:
-        exponents: exponents by fold name.
+        exponents: exponents by name, as `weight` or `weight[0:64]`.
     """
     found: dict[str, list[tuple[Place, int]]] = {}
     for name, exponent in exponents.items():
@@ -87,12 +94,18 @@ def find_folded_parts(
 
 
 def spread_rows(folds: Folds, count: int) -> torch.Tensor:
-    """Spread the exponents of blocks of rows to each row of a tensor, `[count]` in int32."""
+    """Return the exponent of each row of a tensor, `[count]` in int32, from those of its folds.
+
+    A fold is the exponent of some rows, or of some columns.
+    """
     return _spread(((x[0] if x else slice(None), y) for x, y in folds if len(x) < 2), count)
 
 
 def spread_columns(folds: Folds, count: int) -> torch.Tensor:
-    """Return the exponent of each column of a tensor, `[count]` in int32."""
+    """Return the exponent of each column of a tensor, `[count]` in int32, from those of its folds.
+
+    A fold is the exponent of some rows, or of some columns.
+    """
     return _spread(((x[1], y) for x, y in folds if len(x) > 1), count)
 
 
@@ -113,7 +126,7 @@ def list_equal_runs(exponents: torch.Tensor) -> list[tuple[int, int, int]]:
 def name_exponents(
     rows: Mapping[str, torch.Tensor], columns: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, int]:
-    """Return exponents by fold name, with a block for each run of equal exponents; zeros are left out.
+    """Return exponents by name, as `weight[0:64]` for a run of rows with equal ones; zeros are left out.
 
     Args:
         rows: exponents of the rows of each tensor, `[rows]`.

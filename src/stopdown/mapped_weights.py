@@ -140,7 +140,7 @@ def _convert(values: torch.Tensor, folds: Folds, target: torch.Tensor) -> None:
 
 
 def _shift(folds: Folds, start: int, count: int) -> Folds:
-    """Return the folds of `count` rows from `start` on, with places relative to these rows."""
+    """Return the exponents of `count` rows of a tensor from `start` on, with places counted from there."""
     return [
         ((slice(max(0, rows.start - start), max(0, min(count, rows.stop - start))),), exponent)
         if len(place) == 1 and (rows := place[0]).start is not None

@@ -132,7 +132,10 @@ def _summarise_piece(values: torch.Tensor) -> list[float]:
 
 
 def _summarise_cached(values: torch.Tensor) -> list[list[float]]:
-    """Return the figures of `_summarise_piece` for each piece, computed in fp32 if its range suffices."""
+    """Return the figures of `_summarise_piece` for pieces of a tensor that fit into the CPU's cache.
+
+    They are computed in fp32 if its range suffices.
+    """
     pieces, found = values.split(CACHED_VALUES), list[list[float]]()
     wide_dtype = values.dtype if values.element_size() >= 4 else torch.float32
     held = torch.empty(pieces[0].shape, dtype=wide_dtype)

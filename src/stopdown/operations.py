@@ -38,12 +38,14 @@ ONE_DTYPE = (*PRODUCTS, "einsum", "bilinear", *NORMS, "blend", "prelu")
 
 @dataclass(frozen=True)
 class Operation:
-    """Properties of one ATen operation.
+    """Row of `knowledge/rules/operations.toml`: properties of one ATen operation.
 
     Attributes:
         name: name without overload: `layer_norm`.
-        kind, exponent, bound: columns of the table, see this module's docstring; `bound` is "" for none.
-        traits: traits without a value.
+        kind: what it does to values: `row_norm`.
+        exponent: rule for the exponents of its inputs and result.
+        bound: rule for the largest magnitude of its result; "" for none.
+        traits: further properties: `rearranges`, `saturates`.
         slope: Lipschitz constant; None if unknown.
     """
 
@@ -96,7 +98,10 @@ def read_operations() -> Mapping[str, Operation]:
 
 
 def find_operation(name: str) -> Operation | None:
-    """Return an operation, also for the name of its in-place form; None if the table lacks it."""
+    """Return the properties of an operation, also by an in-place name (`add_`).
+
+    Return None if `operations.toml` lacks it.
+    """
     table = read_operations()
     if name in table or not name.endswith("_") or name.startswith("__"):
         return table.get(name)
@@ -104,20 +109,23 @@ def find_operation(name: str) -> Operation | None:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of an operation; "" if the table lacks the name, as for in-place forms (`add_`)."""
+    """Return what an operation does to values, as `row_norm`; "" if `operations.toml` lacks the name.
+
+    In-place names (`add_`) aren't in it.
+    """
     found = read_operations().get(name)
     return found.kind if found else ""
 
 
 @functools.cache
 def list_with(trait: str) -> frozenset[str]:
-    """Return the names of the operations with a trait."""
+    """Return the names of the ATen operations with a trait, such as `rearranges`."""
     return frozenset(name for name, row in read_operations().items() if trait in row.traits)
 
 
 @functools.cache
 def list_kinds(*kinds: str) -> frozenset[str]:
-    """Return the names of the operations of the given kinds."""
+    """Return the names of the ATen operations of the given kinds, such as `row_norm`."""
     return frozenset(name for name, row in read_operations().items() if row.kind in kinds)
 
 

@@ -68,7 +68,7 @@ def refuse_rescaled(name: str, said: str, *, otherwise: str = "") -> None:
 
 
 def word_card(record: Conversion, where: str, name: str = "") -> str:
-    """Return the text of a conversion's card, in Markdown.
+    """Return the model card of a converted model, in Markdown: what was rescaled, and how to use it.
 
     Args:
         where: sentence that says where the record is.
@@ -94,7 +94,7 @@ def word_card(record: Conversion, where: str, name: str = "") -> str:
 
 
 def _word_calls(record: Conversion) -> str:
-    """Return the card's section on the calls for which converted components are valid; "" if none."""
+    """Return the model card's section on the calls that converted components are valid for; "" if none."""
     rows = "".join(
         f"| {x.component} | {_list_code(x.signatures)} | {_list_code(x.not_for) or 'none'} |\n"
         for x in record.components
@@ -114,7 +114,7 @@ def _list_code(words: Iterable[str]) -> str:
 
 
 def write_card_beside(file: Path, text: str) -> None:
-    """Write a single file's card to the same name with `.md`, unless a file that is no card is there."""
+    """Write a converted file's model card beside it with `.md`, but replace nothing but an earlier card."""
     path = file.with_suffix(".md")
     if not path.exists() or CARD_LINE in path.read_text(encoding="utf-8", errors="replace")[:500]:
         path.write_text(text, encoding="utf-8")

@@ -124,7 +124,7 @@ def describe_left(found: FileExponents) -> str:
 
 
 def write_conversion(folder: Path, record: Conversion, name: str = "") -> Conversion:
-    """Write the card and the record into a folder; return the record, with the sizes of all other files.
+    """Write model card and record into a folder; return the record, with the sizes of all other files.
 
     Args:
         name: name of a component that was converted alone, without a plan; "" for a whole model.
@@ -181,7 +181,7 @@ def write_weights(
 
 
 def write_card(folder: Path, text: str) -> None:
-    """Insert a text into a folder's `README.md`, between its front matter and its present text."""
+    """Insert a model card into a folder's `README.md`, between its front matter and its present text."""
     path = folder / "README.md"
     old = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     front, rest = "", old

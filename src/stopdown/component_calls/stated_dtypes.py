@@ -54,10 +54,11 @@ _classes: dict[type, Patches] = {}
 def state_dtypes(
     narrow: Collection[nn.Module], wide: Collection[nn.Module], patches: Patches
 ) -> None:
-    """Let fp16 modules report fp32 to pipelines that contain a `wide` one, until `patches` is undone.
+    """Keep pipelines from casting values beyond fp16's range: let fp16 modules report fp32 as their dtype.
 
-    Inside of their own calls, and to libraries that load and place them, they report their true dtype. So
-    does an autoencoder that pipelines bring to fp32 themselves if it reports fp16 (SVD's).
+    They do so to pipelines that contain a `wide` module, until `patches` is undone. Inside of their own
+    calls, and to libraries that load and place them, they report their true dtype. So does an autoencoder
+    that pipelines bring to fp32 themselves if it reports fp16 (SVD's).
 
     Args:
         narrow: modules whose arguments are cast at their entrance, in fp16 now or later.

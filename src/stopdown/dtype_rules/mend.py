@@ -145,7 +145,10 @@ def mend(
 
 
 def _mend_roots(pipe: Any, checked: CheckResult, done: list[str], patches: Patches) -> list[str]:
-    """Repair the findings of the first group in `_ORDER` with any; return a sentence for each repair."""
+    """Repair one group of findings, causes before consequences (`_ORDER`); return a sentence for each.
+
+    The other groups wait for the next round, because a repair may resolve them.
+    """
     for kinds in _ORDER:
         chosen = [finding for finding in checked.findings if finding.kind in kinds]
         said = [_mend_one(pipe, finding, checked, done, patches) for finding in chosen]

@@ -114,9 +114,10 @@ class Judge:
         return refused
 
     def watch(self, step: Step, given: Any, made: Any) -> None:
-        """Check an output whose values are known for positions that collapse in 16 bits.
+        """Find positions that become equal in 16 bits, in an output that doesn't depend on weights.
 
         Args:
+            step: the operation; a cast, `arange` or `linspace` can make positions equal.
             given: values of the operation's first known argument.
             made: values of its output.
         """

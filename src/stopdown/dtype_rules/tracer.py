@@ -108,7 +108,12 @@ class StepObserver(Protocol):
         """Inspect an operation before it runs; return True if its operands have incompatible dtypes."""
 
     def watch(self, step: Step, given: Any, made: Any) -> None:
-        """Inspect an output whose values are known, and the values of the first known argument."""
+        """Inspect an output whose values are known in a dry run, because they don't depend on weights.
+
+        Args:
+            given: values of the operation's first known argument; None without one.
+            made: values of the output.
+        """
 
 
 class Walk(TorchFunctionMode):
@@ -167,7 +172,10 @@ class Walk(TorchFunctionMode):
         return output
 
     def _ask(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run an operation that reads values; tests of values that depend on weights return False."""
+        """Run an operation that reads a tensor's values, such as `item` or `equal`.
+
+        A test, such as `equal`, returns False if the values depend on weights.
+        """
         fakes = [x for x in iterate_tensors((args, kwargs)) if isinstance(x, FakeTensor)]
         is_unknown = any(find_known(x) is None for x in fakes)
         return False if is_unknown and name in _TESTS else func(*args, **kwargs)
@@ -203,7 +211,7 @@ class Walk(TorchFunctionMode):
 
 
 def _cast_known(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast a tensor to another dtype and keep its known values."""
+    """Cast a tensor, and keep the values that are attached to a fake one."""
     made = tensor.to(dtype)
     if isinstance(made, FakeTensor):
         set_known(made, find_known(tensor))

@@ -32,7 +32,11 @@ LARGEST_KNOWN = 1 << 18
 
 
 class ArgumentValues(TorchFunctionMode):
-    """A function mode that computes values of fake tensors from those that `set_known` has attached."""
+    """A function mode in which fake tensors have values if these don't depend on weights.
+
+    Positions, masks and lengths follow from a call's arguments. `set_known` attaches the arguments' values,
+    and functions compute on these, so that code can read the results.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -59,7 +63,10 @@ def set_known(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
 
 
 def find_known(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor's values; None if they depend on weights, or beyond `LARGEST_KNOWN` elements."""
+    """Return a tensor's values, for a fake one those attached to it.
+
+    Return None if they depend on weights, or if there are more than `LARGEST_KNOWN`.
+    """
     if not (isinstance(tensor, FakeTensor) or tensor.is_meta):
         return tensor if tensor.numel() <= LARGEST_KNOWN else None
     found: torch.Tensor | None = getattr(tensor, "stopdown_known", None)
@@ -67,12 +74,12 @@ def find_known(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def find_values(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a real tensor itself, whatever its size, or the known values of a fake one."""
+    """Return a real tensor itself, whatever its size, or the values attached to a fake one, if any."""
     return find_known(tensor) if isinstance(tensor, FakeTensor) else tensor
 
 
 def note_known(output: Any, known: Any) -> None:
-    """Attach known values to a function's output tensors, and remove stale values from the others."""
+    """Attach the values that were computed for a function's fake outputs, and remove outdated ones."""
     values = list_direct(known)
     for at, tensor in enumerate(list_direct(output)):
         if not isinstance(tensor, FakeTensor):
@@ -227,6 +234,6 @@ _LARGEST_STAND_IN = 1 << 26
 
 
 def _is_large(args: Any, kwargs: Any) -> bool:
-    """Return whether the product of the integers in a call's arguments may be that of a large tensor."""
+    """Return whether a call's integers, as sizes, make a tensor too large to compute its values."""
     sizes = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, int)]
     return math.prod(max(1, abs(x)) for x in sizes) > 64 * LARGEST_KNOWN

@@ -43,7 +43,7 @@ def build_fake(factory: Callable[[], torch.nn.Module], dtype: torch.dtype) -> to
 def _choose_conversion() -> Callable[..., torch.nn.Module]:
     """Return a replacement of `Module._apply` that can convert fake parameters.
 
-    For modules without any, as those of other threads, it calls the original.
+    For modules without fake parameters, as other threads may convert them, it calls the original.
     """
     convert_real = torch.nn.Module._apply
 

@@ -77,7 +77,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def parse_json(content: bytes, *, allows_infinity: bool = False) -> Any:
-    """Parse JSON within the limits of this module.
+    """Parse JSON; refuse deep nesting, long integers and text that can't be encoded.
 
     Args:
         content: JSON text in UTF-8.

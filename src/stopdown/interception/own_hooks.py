@@ -34,7 +34,7 @@ _OWN = "stopdown_own_hooks"
 
 
 class _Done(threading.local):
-    """The modules whose hooks `run_with_hooks` has run already in this thread's current call."""
+    """Modules whose hooks `run_with_hooks` has run in this thread's current call, and which run once."""
 
     def __init__(self) -> None:
         self.modules = WeakSet[torch.nn.Module]()
@@ -44,7 +44,10 @@ _done = _Done()
 
 
 class _OwnHooks:
-    """The own hooks of one module; a copy of the module has a copy of them that stays."""
+    """Hooks that cast and scale one module's arguments and outputs.
+
+    A copy of the module has a copy of them, which stays if the original's are removed.
+    """
 
     def __init__(self) -> None:
         self.__setstate__({"changes": [], "hooks": []})
@@ -70,7 +73,7 @@ class _OwnHooks:
 def hook_own_output(
     module: torch.nn.Module, hook: Hook, patches: Patches, *, prepend: bool = False
 ) -> None:
-    """Register a hook that casts or scales a module's output inside all layers around its calls.
+    """Register a hook that casts or scales a module's output before a guard or other layer sees it.
 
     Args:
         patches: undoing it removes the hook.
@@ -85,7 +88,7 @@ def hook_own_output(
 def hook_own_arguments(
     module: torch.nn.Module, change: Change, patches: Patches, *, rest: Change | None = None
 ) -> None:
-    """Register hooks that cast the tensors in a module's arguments inside all layers around its calls.
+    """Register hooks that cast the tensors in a module's arguments after a guard or other layer saw them.
 
     Args:
         change: a cast, because it may be applied twice.
@@ -100,8 +103,9 @@ def hook_own_arguments(
 def run_with_hooks(
     owner: torch.nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Call a module's `forward` with its own casts and scalings, once the layers around the call have
-    run.
+    """Call a module's `forward`, and cast and scale its arguments and output by the module's own hooks.
+
+    A guard or other layer around the call sees the arguments before that, and the output after it.
     """
     own: _OwnHooks | None = vars(owner).get(_OWN)
     if own is None:
@@ -139,8 +143,9 @@ def _begin(module: torch.nn.Module, args: Any) -> None:
 
 
 def _run_once(hook: Hook, module: torch.nn.Module, args: Any, output: Any) -> Any:
-    """Run a registered own hook, unless `run_with_hooks` ran it in this call; compiled code bypasses
-    that.
+    """Run a hook that casts or scales a module's output, unless `run_with_hooks` ran it in this call.
+
+    Compiled code doesn't call `run_with_hooks`.
     """
     if is_traced() or module not in _done.modules:
         return hook(module, args, output)

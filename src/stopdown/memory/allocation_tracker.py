@@ -50,7 +50,8 @@ class StorageTracker(TorchDispatchMode):
     """
 
     def __init__(self, *, on_cpu: bool = True) -> None:
-        """
+        """Make a tracker, which counts while it is entered.
+
         Args:
             on_cpu: whether to count the workspaces of the CPU's convolutions.
         """

@@ -72,7 +72,8 @@ class Block:
     __slots__ = ("after", "before", "is_free", "place", "pool", "size", "start")
 
     def __init__(self, pool: Pool, place: int, start: int, size: int) -> None:
-        """
+        """Make a block in use, without neighbours.
+
         Args:
             place: number of its segment, counted over all segments ever allocated.
             start: byte offset in the segment.
@@ -142,9 +143,11 @@ class CachingAllocator:
     def __init__(
         self, limit_bytes: int | None = None, *, expandable: bool = False, grows: bool = False
     ) -> None:
-        """
+        """Make an allocator that has reserved no memory yet.
+
         Args:
             limit_bytes: None for no limit.
+            expandable: whether it uses expandable segments.
             grows: raise the limit instead of failing, so that the final peak is the smallest limit that
                 suffices.
         """

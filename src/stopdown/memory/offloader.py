@@ -68,7 +68,8 @@ class Offloader:
         store: Path | None = None,
         announce: Callable[[str], None] | None = None,
     ) -> None:
-        """
+        """Prepare to offload a pipeline's weights; entering the context does it.
+
         Args:
             pipe: a pipeline whose weights are in host memory, or on the device already.
             taken: prediction of the strategy to begin with.

@@ -152,7 +152,8 @@ class MemoryListener(Listener):
         on_cpu: bool = True,
         sign: Callable[[ComponentCall], str] = lambda call: "",
     ) -> None:
-        """
+        """Prepare to measure; pass the listener to `dry_run`, and then call `conclude`.
+
         Args:
             fused: whether attention runs in a kernel that keeps no score matrix.
             on_cpu: whether to count the workspaces of the CPU's convolutions.
@@ -228,7 +229,10 @@ class MemoryListener(Listener):
         run.kept["memory"] = self._call
 
     def _put_tiles(self, owner: torch.nn.Module, patches: Patches) -> None:
-        """Run an autoencoder's coder once for all tiles or video frames of the same shapes."""
+        """Patch an autoencoder so that a dry run computes one of its tiles or frames of the same shapes.
+
+        The others take the memory that was measured for it.
+        """
         if not is_autoencoder(owner):
             return
         for name in ("encoder", "decoder"):
@@ -240,8 +244,9 @@ class MemoryListener(Listener):
                 patches.set_attribute(owner, name, functools.partial(self._run_blend, {}, code))
 
     def _put_blocks(self, owner: torch.nn.Module, patches: Patches) -> None:
-        """Run one of several identical blocks for all arguments of the same shapes.
+        """Patch a component so that a dry run computes only one of several identical blocks.
 
+        The others take the memory that was measured for it, if their arguments have the same shapes.
         Autoencoders are skipped, because they cache values between blocks, and their blocks differ in size.
         """
         if is_autoencoder(owner):
@@ -444,7 +449,7 @@ class Footprint:
         path: of the module that ran.
         peaks: module path → most live bytes, counted from its start.
         result: its output, if it can be reproduced.
-        again: its events, once for each time that they are still to be recorded.
+        again: copies of its events, one for each later run that is still to be recorded in full.
     """
 
     path: str

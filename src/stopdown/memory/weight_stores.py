@@ -74,7 +74,8 @@ class WeightStore(SameInCopies):
     """A store of a pipeline's offloaded weights, which loads them for calls and drops them afterwards."""
 
     def __init__(self, device: str, folder: Path | None) -> None:
-        """
+        """Make an empty store.
+
         Args:
             device: where calls run.
             folder: for temporary copies of weights that are in no file; others are read from their files.

@@ -217,7 +217,7 @@ class HeldContainers:
 
     @property
     def is_filled(self) -> bool:
-        """Whether the call has put new tensors into the containers."""
+        """Whether the call has put new tensors into lists, sets, dicts or objects among its arguments."""
         known = {id(x) for _, held in self._containers for x in _list_items(held)}
         return any(
             id(x) not in known and any(True for _ in iterate_tensors(x))

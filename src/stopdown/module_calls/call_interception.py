@@ -63,7 +63,7 @@ class Rank(enum.IntEnum):
 
 
 class _Stack:
-    """The layers on one method of one object, innermost first."""
+    """The layers (functions around a call) on one method of one object, innermost first."""
 
     def __init__(self, owner: object, method: str) -> None:
         self.original: Callable[..., Any] = getattr(owner, method)
@@ -100,7 +100,7 @@ class _Stack:
         self.layers = tuple(sorted((*self.layers, entry), key=lambda one: one[0]))
 
     def remove(self, entry: tuple[Rank, Callee, Layer]) -> None:
-        """Remove one layer; with the last one, remove the stack unless other code has replaced it."""
+        """Remove one layer; with the last one, restore the method unless other code has replaced it."""
         with CHANGING:
             self.layers = tuple(other for other in self.layers if other is not entry)
             found = vars(self.owner).get(self.method)
@@ -109,7 +109,7 @@ class _Stack:
 
 
 class _StackCall:
-    """The callable that replaces a method and calls its layers; a deep copy is that of the method."""
+    """Callable in place of a method, which runs the layers around it; a deep copy is that of the method."""
 
     def __init__(self, stack: _Stack) -> None:
         functools.update_wrapper(self, stack.original)
@@ -132,7 +132,10 @@ class _StackCall:
 
 
 class _Bypass:
-    """A replacement of a stack that calls the original method in the thread that made it and in copies."""
+    """Callable in place of an intercepted method, which calls the original in the thread that made it.
+
+    Other threads' calls go through the layers as before. A deep copy is that of the original.
+    """
 
     def __init__(self, stack: _Stack) -> None:
         functools.update_wrapper(self, stack.original)
@@ -150,7 +153,10 @@ class _Bypass:
 
 
 def _enter(original: Callable[..., Any], layers: _Layers, args: Any, kwargs: Any) -> Any:
-    """Call the outermost of these layers, or the original method if there are none."""
+    """Call the outermost of several layers around a method, or the method itself if there are none.
+
+    The layer gets a `ComponentCall`, by which it calls the next one inwards.
+    """
     if not layers:
         return original(*args, **kwargs)
 
@@ -247,7 +253,8 @@ class PartCall:
     __slots__ = ("callee", "code", "layer", "own", "whole")
 
     def __init__(self, whole: torch.nn.Module, callee: Callee, layer: Layer) -> None:
-        """
+        """Prepare to intercept a submodule's calls; `show_parts` begins to.
+
         Args:
             whole: the component that the submodule belongs to.
             callee: the submodule, with its path as name.
@@ -304,15 +311,16 @@ def hide_parts(parts: list[PartCall]) -> None:
 
 
 def find_code(module: object) -> Any:
-    """Return the code that `module.compile()` stored, without our layers; None if it isn't compiled."""
+    """Return the code that `module.compile()` stored, without our wrapper; None if it isn't compiled."""
     found = getattr(module, _COMPILED, None)
     return found.code if isinstance(found, PartCall) else found
 
 
 @contextlib.contextmanager
 def bared(module: torch.nn.Module) -> Iterator[None]:
-    """Call a module without its layers in this thread inside the block, so that a capture doesn't trace
-    them.
+    """Bypass the layers that intercept a module's calls in this thread inside the block.
+
+    A capture of the module therefore doesn't trace them.
     """
     stacks = {name: stack for name, found in vars(module).items() if (stack := _find_stack(found))}
     with Patches() as patches:
@@ -322,7 +330,7 @@ def bared(module: torch.nn.Module) -> Iterator[None]:
 
 
 def copy_layers(source: torch.nn.Module, target: torch.nn.Module, below: Rank) -> None:
-    """Give a copy of a module the original's layers of a rank lower than `below`.
+    """Intercept the calls of a module's copy by the original's layers of a rank lower than `below`.
 
     The layer of rank `ENDS`, which scales arguments, is left out: a copy without weights has no exponents.
     """

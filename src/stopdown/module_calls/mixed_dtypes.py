@@ -100,7 +100,7 @@ def _look(call: Callable[[], Any], shadow: torch.nn.Module, known: Operands) -> 
 
 
 def merge_operands(*several: Operands) -> Operands:
-    """Return the union of several calls' casts."""
+    """Merge the casts of layers' inputs and parameters that several calls of a module need."""
     return Operands(
         tuple(sorted({path for one in several for path in one.cast_inputs})),
         tuple(sorted({name for one in several for name in one.fp32_parameters})),

@@ -138,7 +138,10 @@ def _is_function(value: Any) -> bool:
 
 
 def list_functions(parts: Iterable[torch.nn.Module]) -> list[Functions]:
-    """List the classes of modules and of callables in their attributes, and `torch.nn.functional`."""
+    """List the classes whose functions a module's calls may run, and `torch.nn.functional`.
+
+    They are the classes of these submodules and of callables in their attributes, with base classes.
+    """
     kinds: dict[type, None] = {}
     for part in parts:
         kinds[type(part)] = None
@@ -158,7 +161,8 @@ class Hooks:
     """A snapshot of the forward hooks on submodules and on all modules, to find new ones of users."""
 
     def __init__(self, parts: Iterable[tuple[str, torch.nn.Module]]) -> None:
-        """
+        """Take a snapshot of the hooks that are registered now.
+
         Args:
             parts: path and module of each submodule. The module itself is left out, because its hooks run
                 outside of its code.

@@ -138,7 +138,10 @@ def _copy_plain(value: Any, depth: int = 2) -> Any:
 
 
 def _list_inner(part: Any) -> Iterator[Any]:
-    """Yield a module and the modules that it wraps, from outside in, finally None or `MISSING`."""
+    """Yield a module and those that it wraps, as adapters and compiled modules do, from outside in.
+
+    The end of the chain is yielded as well: None, or `MISSING` for a missing part.
+    """
     while part is not None and part is not MISSING:
         yield part
         part = next((x for name in _INNER if (x := getattr(part, name, None)) is not None), None)

@@ -71,9 +71,11 @@ def entered(module: torch.nn.Module, method: str) -> Iterator[None]:
 
 
 def listen(listener: Listener, patches: Patches, *, in_transforms: bool = False) -> None:
-    """Enter `listener` around outermost calls of modules, until `patches` is undone or collected.
+    """Enter a context around each module call that isn't made inside another, until `patches` is undone.
 
     Args:
+        listener: returns the context manager for a module and the name of its method. If it's collected,
+            listening ends as well.
         in_transforms: enter it also inside `torch.func` transforms, where no tensor value can be read.
     """
     global _listeners
@@ -131,9 +133,7 @@ def _hands_on(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 @contextlib.contextmanager
 def _met(module: torch.nn.Module, method: str) -> Iterator[list[Ending]]:
-    """Enter the context managers of all listeners around an outermost call; yield the functions that
-    end it.
-    """
+    """Enter the contexts of all listeners around a module call; yield functions to apply to its output."""
     with entered(module, method), contextlib.ExitStack() as stack:
         wanted = _listeners
         if not is_plain():

@@ -18,7 +18,7 @@ from stopdown.interception.patches import Patches
 
 
 def save_caches(module: torch.nn.Module) -> Callable[[], None]:
-    """Save the state of a component's step caches, and return a function that restores it.
+    """Save a component's caches of earlier steps' outputs, and return a function that restores them.
 
     Cost: nothing without a cache; with one, a pass over the modules, without copies of tensors.
     """
@@ -34,7 +34,7 @@ def save_caches(module: torch.nn.Module) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def in_full(module: torch.nn.Module) -> Iterator[None]:
-    """Run a module's calls in full inside the block: without step caches, and not split over processes.
+    """Run calls in full in the block: reuse no earlier step's output, and don't split over processes.
 
     Other hooks of Diffusers (offloading) stay.
     """
@@ -98,17 +98,16 @@ def _bypass(reference: Any, patches: Patches) -> None:
 
 
 def _keeps_states(hook: Any) -> bool:
-    """Return whether a Diffusers hook belongs to a step cache: it keeps a state between calls, or
-    shares one.
+    """Return whether a Diffusers hook belongs to a cache of earlier steps' outputs.
+
+    Such a hook keeps a state between calls, or shares one.
     """
     managed = any(hasattr(value, "_state_cache") for value in vars(hook).values())
     return managed or bool(getattr(hook, "_is_stateful", False))
 
 
 def clear_caches(module: torch.nn.Module) -> None:
-    """Clear a component's step caches, so that the next call computes everything, as at the start of a
-    run.
-    """
+    """Clear a component's caches of earlier steps' outputs, so that the next call computes everything."""
     for hook in _find_hooks(module):
         for value in vars(hook).values():
             if isinstance(states := getattr(value, "_state_cache", None), dict):

@@ -96,7 +96,10 @@ def _find_part(
 
 
 def _list_parts(name: str, shapes: Mapping[str, Any]) -> Iterator[Part]:
-    """Yield a `Part` for each prefix in the file, or none, with each prefix that converters may require."""
+    """Yield the possible locations of a component in a single file, each as a `Part`.
+
+    They are the prefixes of the file's names, and none, combined with prefixes that converters may require.
+    """
     found = {key.removesuffix(split_prefix(key)[2]): None for key in shapes}
     for prefix in {**found, "": None}:
         for wanted in ("", *_WANTED):

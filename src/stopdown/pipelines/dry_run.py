@@ -62,7 +62,7 @@ class DryCall:
 
 
 class Listener:
-    """Listener of a dry run; a method that is not overridden does nothing.
+    """Base class of objects that observe a dry run; by default, each method does nothing.
 
     Attributes:
         ends_at_decoder: whether the run may end after the first call of the decoder.
@@ -73,7 +73,11 @@ class Listener:
     most_steps: int | None = None
 
     def around(self, arguments: Mapping[str, Any]) -> contextlib.AbstractContextManager[object]:
-        """Return a context for the whole run, given its arguments."""
+        """Return a context manager to enter for the whole run, which observes the pipeline's own code.
+
+        Args:
+            arguments: of the pipeline's call.
+        """
         return contextlib.nullcontext()
 
     def sign(self, call: ComponentCall) -> str:
@@ -81,10 +85,12 @@ class Listener:
         return ""
 
     def begin(self, run: DryCall) -> None:
-        """Handle the start of a component call."""
+        """Take note that a component call begins, for example to stop observing the pipeline's own code."""
 
     def inside(self, run: DryCall, paths: ModulePaths) -> contextlib.AbstractContextManager[object]:
-        """Return a context, such as a dispatch mode, in which a component's code runs on fake tensors.
+        """Return a context manager, such as a dispatch mode, to enter while a component's code runs.
+
+        The code runs on fake tensors.
 
         Args:
             paths: tracks which submodule is running.
@@ -92,13 +98,21 @@ class Listener:
         return contextlib.nullcontext()
 
     def enter(self, path: str) -> None:
-        """Handle the start of a submodule's forward; `path` is its path in the component."""
+        """Take note that a submodule of the component begins to run; operations that follow are its own.
+
+        Args:
+            path: of the submodule in the component.
+        """
 
     def leave(self, path: str) -> None:
-        """Handle the end of a submodule's forward; `path` is its path in the component."""
+        """Take note that a submodule of the component has ended, also after an exception.
+
+        Args:
+            path: of the submodule in the component.
+        """
 
     def end(self, run: DryCall) -> None:
-        """Handle the end of a component call, also if its code raised an exception."""
+        """Take note that a component call has ended, also after an exception; `run` has its result."""
 
 
 class ComponentFailed(Exception):

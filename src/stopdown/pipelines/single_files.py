@@ -141,11 +141,11 @@ def _list_stored(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _number(shape: Sequence[int], start: int | None, counted_from: int) -> torch.Tensor:
-    """Return a tensor of a given shape whose values are row numbers, or `counted_from` minus them.
+    """Make a tensor whose values are the numbers of its rows, to see where a converter moves them.
 
     Args:
         start: number of the first row; None for zeros.
-        counted_from: 0 for the row numbers themselves.
+        counted_from: the values are this minus the row numbers; 0 for the row numbers themselves.
     """
     if start is None:
         return torch.zeros((), dtype=torch.int64).expand(tuple(shape))
@@ -218,7 +218,10 @@ def trace_columns(
 
 
 def _number_columns(shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor of a given shape whose values are column numbers from 1; zeros below two dims."""
+    """Make a tensor whose values are its column numbers from 1, to see where a converter moves them.
+
+    It is zero below two dimensions.
+    """
     if len(shape) < 2:
         return torch.zeros(()).expand(tuple(shape))
     columns = torch.arange(1, shape[1] + 1, dtype=torch.float32)

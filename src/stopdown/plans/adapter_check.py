@@ -173,9 +173,7 @@ def watch_adapters(pipe: Any, plan: Plan, patches: Patches) -> None:
 
 
 class _Post:
-    """A layer around a component's calls that notices changes of its modules and adapters since its
-    plan was applied.
-    """
+    """Callable around a component's calls, which checks that modules and adapters are those of its plan."""
 
     def __init__(self, pipe: Any, entry: ComponentPlan) -> None:
         self.pipe, self.entry = pipe, entry

@@ -96,7 +96,8 @@ class AppliedEntry(SameInCopies):
     def __init__(
         self, module: torch.nn.Module, entry: ComponentPlan, put: Callable[[Patches], None]
     ) -> None:
-        """
+        """Prepare to apply an entry; `put_on` does it.
+
         Args:
             put: applies the entry to the module; called again after a repair.
         """
@@ -168,9 +169,7 @@ class AppliedPlan:
         )
 
     def end(self) -> None:
-        """Keep a guard that is removed later from applying the plan's entries again, as the plan is
-        taken off too.
-        """
+        """Mark the plan's entries as removed for good, so that a guard that ends later leaves them off."""
         for entry in self.entries.values():
             entry.is_over = True
 

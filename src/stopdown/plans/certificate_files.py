@@ -89,8 +89,7 @@ def export_calls(
     files: Sequence[str],
     load: Load,
 ) -> dict[str, Any]:
-    """Write a component's calls as rules of the checker, for one component of a certificate; bounds are
-    still missing.
+    """Return a component's entry in a certificate, with rules for its bounds but not yet the bounds.
 
     Args:
         files: names of the component's weight files.

@@ -274,9 +274,7 @@ def certify_program(
 
 
 def _bring_bare(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a module itself if its weights are on the host; for one on a device, a host copy without
-    weights.
-    """
+    """Return a module to capture on the host: itself if its weights are there, else an empty copy."""
     places = {x.device.type for x in name_parameters(module).values()}
     return module if places <= {"cpu", "meta"} else copy_to_host(module)
 
@@ -329,11 +327,16 @@ def list_planned(source: Source) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """The options that all components of a plan share.
+    """Options that all components of a plan share.
 
-    `stored` counts the bytes of each format; `others` are planned in another precision; `unseen` says why
-    calls of some are not known; `hands_over` is as of `TracedCalls.certify`; `left` is the precision of
-    what cannot be planned, "" by what is stored.
+    Attributes:
+        stored: component → format → bytes of its weights.
+        others: component → precision, for those that aren't to run in fp16.
+        residual: precision of the residual stream.
+        device: on which the plan is used; None for a fast one.
+        unseen: why some components' calls aren't known; "" if they are.
+        hands_over: whether encoders are asked for hidden states, which may exceed their last output.
+        left: precision of components that can't be planned; "" to choose it by their stored format.
     """
 
     stored: Mapping[str, Mapping[str, int]]
