@@ -192,6 +192,7 @@ def _make_module() -> types.ModuleType:
         _is_in_bad_fork=lambda: False,
         device_count=lambda: 2 if ops.is_present() else 0,
         current_device=torch.accelerator.current_device_index,
+        device=lambda device: torch.accelerator.device_index(index(device)),
         set_device=lambda device: torch.accelerator.set_device_index(index(device)),
         synchronize=lambda device=None: ops.wait(),
         empty_cache=lambda: None,
