@@ -234,7 +234,7 @@ class Refused(Exception):
 
 
 class Unknown(Exception):
-    """Raised if no value of the certificate has this name."""
+    """Raised if a certificate has no value with a requested name."""
 
 
 class Unbounded(Exception):
@@ -1442,7 +1442,7 @@ class Graph:
         return made if is_moved(n) and (wider or whole) else self.round(n, made)
 
     def limit(self, n: Node, x: Value) -> Value:
-        """Remove the bound of a value that may exceed the range of a dtype wider than fp16."""
+        """Remove the bound of a value that may be Inf in its dtype, which is wider than fp16."""
         most = RANGE.get(n["dtype"], math.inf)
         within = x.peak is None or most == math.inf or not (x.store() > most).any()
         return x if within else Value(x.shape, exponents=x.exponents)
@@ -1565,7 +1565,8 @@ def check_component(stated: Node, folder: Path, write: bool = False) -> tuple[in
         write: write the results of the derivation, instead of comparing with them.
 
     Returns:
-        The number of fp16 values and weights, the number that are covered, and the names of the others.
+        The number of fp16 values and weights, the number that are proven to stay in fp16's range, and the
+        names of the others.
 
     Raises:
         Refused: if the certificate does not prove its claim.
@@ -1729,7 +1730,7 @@ def examine_certificate(certificate: Node, folder: Path) -> dict[str, Any]:
 
 
 def write_verdict(found: dict[str, Any]) -> str:
-    """Return the first line of the result: proven or not, and the number of values that are not covered."""
+    """Return the first line of the result: `Proven`, or the number of values that the proof leaves out."""
     share = f"{found['covered']} of {found['values']} fp16 values and weights"
     if found["verdict"] == "proven":
         return f"Proven: none of {share.partition(' of ')[2]} exceeds 65504, for the inputs below."

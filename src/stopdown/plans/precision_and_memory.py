@@ -51,7 +51,7 @@ def list_ways(
     asked: str,
     plan: Plan | None = None,
 ) -> list[Plan]:
-    """List the plans to compare, the requested one (or `auto`'s choice) first.
+    """List the plans whose memory and speed are compared, the requested one (or `auto`'s choice) first.
 
     Args:
         asked: a `--precision`. `auto` and a plan are compared with alternatives; others are listed alone.

@@ -310,7 +310,7 @@ class ModelLoad(SameInCopies):
                 put_cast(callee, torch.float32, Patches())  # the model's from now on
 
     def unfold_weights(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return a model's state dict without exponents, for programs that don't know the method.
+        """Return a model's state dict without exponents, to be saved for programs without Stopdown.
 
         Weights that had exponents are in fp32.
         """

@@ -189,10 +189,9 @@ class FaultRecords:
         return f"{called}: {name_fault(case.fault)}"
 
     def _find_narrowed(self, fault: Fault) -> str:
-        """Return the component whose large outputs the pipeline cast to fp16 before it was repaired in
-        this run, or "".
+        """Return a component that was repaired in this run and whose output the pipeline cast to fp16.
 
-        Its values then overflow in the arguments of the present call.
+        The output then is Inf in the arguments of the present call. Return "" without such a component.
         """
         repaired = {x.component for x in self._session.log.of_this_run if x.action == "rescaled"}
         states = self._session.components.values()

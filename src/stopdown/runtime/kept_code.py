@@ -27,6 +27,8 @@ from stopdown.records import ComponentPlan
 class KeptCode:
     """The repairs that each module's code was last compiled with, and the id of their first hook.
 
+    Code is reused if the same repairs are applied again, with hooks of the same ids.
+
     Attributes:
         is_kept: whether the same repairs will be applied again; if not, changes discard compiled code.
         patches: the change to the compiler's config, to be undone after the last repair.

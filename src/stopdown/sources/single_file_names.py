@@ -116,7 +116,7 @@ def lay_out(module: torch.nn.Module, table: str = "") -> dict[str, tuple[Piece, 
     """Map each tensor name in a single file to the component's tensors that it consists of.
 
     Args:
-        table: name of the table to use; "" for that of the module's class.
+        table: name of the `Layout` to use; "" for that of the module's class.
     """
     found = _find_layout(module, table)
     rules = (*found.rules, *(read_layouts()[found.like].rules if found.like else ()))

@@ -103,7 +103,7 @@ class Limit:
 
 @dataclass
 class CallFacts:
-    """What is collected about the calls beside equations and limits; a solution is described with it.
+    """Facts about a problem's calls, beside equations and limits, that describing a solution needs.
 
     Attributes:
         pinned: maps each operation without a rule to the places where it is called.

@@ -348,9 +348,9 @@ def _add_limits(
 
 
 def _count_copies(problem: Problem, unknowns: Iterable[int]) -> Counter[int]:
-    """Count, for each representative, the unknowns of similar modules that `merge_alike` merged into it.
+    """Count the unknowns of similar modules that `merge_alike` merged into each representative.
 
-    A merged unknown is priced as often.
+    The price of a representative is multiplied by that number.
     """
     apart = problem.apart or problem.system
     pairs = {(problem.system.find(x), apart.find(x)) for x in unknowns}

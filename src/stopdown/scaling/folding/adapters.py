@@ -106,8 +106,11 @@ class AdapterFolds(SameInCopies):
             patches.set_attribute(self.module, load.__name__, self._releasing(load))
 
     def _see(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
-        """Start to scale a module's adapters, when PEFT has just wrapped a layer of the scaled module
-        by it.
+        """Start to scale the adapters of a layer that PEFT has just wrapped (a module-registration hook).
+
+        Args:
+            child: the wrapper, or any other module that was registered; only wrappers of the scaled
+                module's layers count.
         """
         if not is_adapter_layer(child) or _find_followed(child) is not None:
             return

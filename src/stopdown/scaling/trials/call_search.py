@@ -99,9 +99,10 @@ class _CallSearch:
     unsolved: ScalingError | None = None
 
     def list_strategies(self, residual: str) -> Iterator[Candidate[Scaling]]:
-        """Yield ways to find a scaling, in the order to try: with an fp32 stream, native, by hooks.
+        """Yield ways to find a scaling, in the order in which they are tried.
 
-        A way that an earlier failure makes hopeless is left out.
+        The residual stream is first kept in the requested dtype, then in the other one. At last, forward
+        hooks choose matrices for fp16. A way that an earlier failure makes hopeless is left out.
 
         Args:
             residual: dtype of the residual stream, `native` or `fp32`.

@@ -65,7 +65,7 @@ class ObservedCalls:
         earlier calls'.
 
         Args:
-            module: in the place of the callee's owner.
+            module: the module to call, in place of the one in `call`.
 
         Cost: one forward in fp32; for the first call of a kind a capture as well (seconds), with an fp32
             residual stream three.

@@ -272,7 +272,7 @@ class _RelaxedSearch:
 
     @cached_property
     def is_refused(self) -> bool:
-        """Whether the caller refuses whatever suffices without fp32 modules, as values vanish with it."""
+        """Whether the caller refuses all results without fp32 modules, because values vanish in fp16."""
         visible = forbid_vanishing(self.state(multiplies=True))
         return self.postpones and is_hopeless(visible, fp32_flops=0.0)
 
@@ -301,9 +301,9 @@ class _RelaxedSearch:
 
     @cached_property
     def _needs_whole(self) -> bool:
-        """Whether a cheap test shows that only the whole module in fp32 holds, and this may not stay so.
+        """Whether, by a cheap test, the whole module would have to stay in fp32, which isn't allowed.
 
-        Its solution is then that one, without a search; `_describe` refuses it.
+        No search is made then: that solution is returned, and `_describe` refuses it.
         """
         return not self.whole and needs_whole(self.state(multiplies=True), hard_top_bits=ASKED_BITS)
 
