@@ -82,13 +82,14 @@ def schedule(
 
 
 def make_denoiser_optimizers(
-    model: nn.Module, outside: Sequence[str], rate: float
+    model: nn.Module, outside: Sequence[str], rate: float, dtype: torch.dtype = torch.float32
 ) -> list[torch.optim.Optimizer]:
     """Give Muon the matrices of attention and feed-forward, AdamW everything else.
 
     Args:
         outside: parts of the names of matrices in blocks that AdamW gets as well.
         rate: learning rate of AdamW.
+        dtype: of Muon's products.
     """
     inside = [
         weight
@@ -97,7 +98,7 @@ def make_denoiser_optimizers(
     ]
     taken = {id(weight) for weight in inside}
     rest = [weight for weight in model.parameters() if id(weight) not in taken]
-    return [Muon(inside, lr=0.01), torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.98))]
+    return [Muon(inside, lr=0.01, dtype=dtype), torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.98))]
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from solids.checker import UNREADABLE, compare, empty_places, name_colour, read_clip
-from solids.scenes import COLOURS, PLACES, SHAPES, Scene, draw_scene
+from solids.scenes import COLOURS, FRAMES, PLACES, SHAPES, SIDE, Scene, draw_scene
 
 pytestmark = pytest.mark.thorough
 
@@ -42,7 +42,7 @@ def test_wrong_clips_are_noticed() -> None:
 
 def test_pictures_of_nothing_are_unreadable() -> None:
     """Noise is no place, an empty place has no objects."""
-    noise = np.random.default_rng(0).integers(0, 255, (9, 128, 128, 3), np.uint8)
+    noise = np.random.default_rng(0).integers(0, 255, (FRAMES, SIDE, SIDE, 3), np.uint8)
     assert set(vars(read_clip(noise)).values()) == {UNREADABLE}
     for place, empty in empty_places().items():
         still = np.repeat(empty[None].astype(np.uint8), 9, axis=0)

@@ -84,7 +84,7 @@ def test_clips_depend_on_scene_and_seed_alone() -> None:
     """The same seed draws the same clip bit for bit, another one another clip."""
     scene = Scene("a", "shiny", "red", "sphere", "bouncing", "on a beach")
     clip = scenes.draw_scene(scene, 3)
-    assert (clip.shape, clip.dtype) == ((9, 128, 128, 3), np.uint8)
+    assert (clip.shape, clip.dtype) == ((9, 96, 96, 3), np.uint8)
     assert np.array_equal(clip, scenes.draw_scene(scene, 3))
     assert not np.array_equal(clip, scenes.draw_scene(scene, 4))
 

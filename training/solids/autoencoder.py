@@ -1,6 +1,6 @@
 """The autoencoder of `solids`: an `AutoencoderKL` of Diffusers that works frame by frame.
 
-A frame of 128x128 pixels becomes 8 channels of 16x16, 24 times fewer numbers. Sides shrink 8 times.
+A frame of 96x96 pixels becomes 12 channels of 12x12, 16 times fewer numbers. Sides shrink 8 times.
 There's no attention in it, so any side that is a multiple of 8 works.
 
 Group norms train with an eps of almost nothing, as those of `shapes` do: feature maps can then be
@@ -9,6 +9,7 @@ scaled up by a power of two without a change in what the class computes.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -21,16 +22,24 @@ CONFIG = {
     "block_out_channels": (24, 48, 96, 128),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "latent_channels": 8,
+    "latent_channels": 12,
     "layers_per_block": 1,
     "norm_num_groups": 8,
-    "sample_size": 128,
+    "sample_size": 96,
     "mid_block_add_attention": False,
     "use_quant_conv": False,
     "use_post_quant_conv": False,
     "force_upcast": False,
 }
 WEIGHTS = Path(__file__).parent / "autoencoder.safetensors"
+
+
+FACTOR = WEIGHTS.with_suffix(".json")
+"""Holds what latents are multiplied by, so that their standard deviation is 1."""
+
+
+def read_factor() -> float:
+    return json.loads(FACTOR.read_text())["scaling_factor"]
 
 
 def make_autoencoder() -> AutoencoderKL:

@@ -24,10 +24,14 @@ from functools import cache
 import numpy as np
 from scipy import ndimage
 
-from solids.scenes import COUNTS, PLACES, Scene, draw_place, draw_scene, split_scenes
+from solids.scenes import COUNTS, PLACES, SIDE, Scene, draw_place, draw_scene, split_scenes
 
 WORDS = ("count", "colour", "shape", "motion", "place")
 UNREADABLE = "unreadable"
+SPECK = 0.0012 * SIDE**2
+"""Pieces with fewer pixels are no objects."""
+FAR = 0.047 * SIDE
+"""What an object that moves goes at least, in pixels."""
 
 HUES = {"red": 0.0, "orange": 28.0, "yellow": 56.0, "green": 145.0, "blue": 226.0, "purple": 286.0}
 """Hue of each colour on a screen in white light, in degrees."""
@@ -111,7 +115,7 @@ def find_objects(frame: Array, place: str) -> Array:
         area = int((labels[rows, columns] == index).sum())
         width = columns.stop - columns.start
         shared = [min(columns.stop, x.stop) - max(columns.start, x.start) for x in kept]
-        if area < 20 or any(overlap > 0.5 * width for overlap in shared):
+        if area < SPECK or any(overlap > 0.5 * width for overlap in shared):
             mask[labels == index] = False
         else:
             kept.append(columns)
@@ -128,7 +132,7 @@ def measure_pieces(mask: Array) -> list[Piece]:
         cut = own[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
         pieces.append(_measure(cut, columns.mean(), rows.mean()))
     largest = max((piece.area for piece in pieces), default=0)
-    return [piece for piece in pieces if piece.area > max(20, 0.25 * largest)]
+    return [piece for piece in pieces if piece.area > max(SPECK, 0.25 * largest)]
 
 
 def _measure(cut: Array, x: float, y: float) -> Piece:
@@ -176,9 +180,9 @@ def name_motion(frames: list[list[Piece]]) -> str:
     middle = len(y) // 2
     rise = (y[:2].mean() + y[-2:].mean()) / 2 - y[middle - 1 : middle + 2].mean()
     across = x[-2:].mean() - x[:2].mean()
-    if rise > max(6, abs(across)):
+    if rise > max(FAR, abs(across)):
         return "bouncing"
-    if abs(across) > 6:
+    if abs(across) > FAR:
         return "moving right" if across > 0 else "moving left"
     return UNREADABLE
 
@@ -195,7 +199,7 @@ def read_clip(frames: Array) -> Reading:
     """Read what a clip shows.
 
     Args:
-        frames: `[T, 128, 128, 3]` uint8.
+        frames: `[T, H, W, 3]` uint8.
     """
     clip = frames.astype(np.float32)
     apart = {

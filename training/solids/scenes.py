@@ -8,7 +8,7 @@ follows the signed distance to the surface (sphere tracing, Hart 1996). Places d
 pixel shows without objects is computed once; a clip adds objects, their shadows and their reflections
 in the floor. Light is linear until the last line, where it's encoded for a screen.
 
-A clip is `[9, 128, 128, 3]` uint8. It depends on the scene and a seed alone. No place is dark: a black
+A clip is `[9, 96, 96, 3]` uint8. It depends on the scene and a seed alone. No place is dark: a black
 frame in a result is always a fault, never a scene.
 
     cd training && python -m solids.scenes sheet.png   # one clip a row, its prompt below
@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-FRAMES, SIDE = 9, 128
+FRAMES, SIDE = 9, 96
 RAYS_A_SIDE = 2
 """Rays of a pixel on each axis."""
 
@@ -658,13 +658,13 @@ def _contact(objects: Objects, points: Array) -> Array:
 
 
 def draw_scene(scene: Scene, seed: int) -> Array:
-    """Draw a clip, `[9, 128, 128, 3]` uint8; sizes, places and speeds depend on the seed alone."""
+    """Draw a clip, `[9, 96, 96, 3]` uint8; sizes, places and speeds depend on the seed alone."""
     rng = np.random.default_rng([seed, 55])
     return to_screen(trace(scene, place_objects(scene, rng)))
 
 
 def draw_place(place: str) -> Array:
-    """Draw a place without objects, `[128, 128, 3]` uint8."""
+    """Draw a place without objects, `[96, 96, 3]` uint8."""
     b = backdrop(place)
     floor = b.lit + (b.reflected - b.lit) * b.mirror[:, None]
     image = b.sky.copy()
@@ -681,16 +681,15 @@ def to_screen(light: Array) -> Array:
     return np.round(np.clip(split, 0, 1) ** (1 / 2.2) * 255).astype(np.uint8)
 
 
-def draw_sheet(scenes: Sequence[Scene], seed: int, columns: int = 5) -> Image.Image:
+def draw_sheet(rows: Sequence[tuple[str, Array]], columns: int = 5) -> Image.Image:
     """Draw one clip a row, `columns` of its frames, and its prompt below."""
     shown = np.linspace(0, FRAMES - 1, columns).round().astype(int)
-    sheet = Image.new("RGB", (columns * (SIDE + 4), len(scenes) * (SIDE + 20)), (252, 252, 250))
+    sheet = Image.new("RGB", (columns * (SIDE + 4), len(rows) * (SIDE + 20)), (252, 252, 250))
     pen = ImageDraw.Draw(sheet)
-    for row, scene in enumerate(scenes):
-        clip = draw_scene(scene, seed + row)
+    for row, (text, clip) in enumerate(rows):
         for column, frame in enumerate(shown):
             sheet.paste(Image.fromarray(clip[frame]), (column * (SIDE + 4), row * (SIDE + 20)))
-        pen.text((2, row * (SIDE + 20) + SIDE + 3), scene.caption(), fill=(32, 32, 36))
+        pen.text((2, row * (SIDE + 20) + SIDE + 3), text, fill=(32, 32, 36))
     return sheet
 
 
@@ -700,7 +699,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    draw_sheet(split_scenes()[1][: options.rows], options.seed).save(options.out)
+    scenes = split_scenes()[1][: options.rows]
+    rows = [(s.caption(), draw_scene(s, options.seed + i)) for i, s in enumerate(scenes)]
+    draw_sheet(rows).save(options.out)
 
 
 if __name__ == "__main__":

@@ -26,32 +26,22 @@ from safetensors.torch import save_file
 from torch import nn
 
 from muon import Muon
-from solids.autoencoder import CONFIG, WEIGHTS, load_autoencoder, make_autoencoder
+from solids.autoencoder import CONFIG, FACTOR, WEIGHTS, load_autoencoder, make_autoencoder
+from solids.clips import CHECKPOINTS, load_part
 from solids.scenes import FRAMES, SIDE, draw_scene, split_scenes
 from training_state import restore, schedule, store
 
-CHECKPOINTS = Path(__file__).parents[1] / "checkpoints" / "solids"
-CLIPS = 600
+FRAME_PARTS = 4
 HELD_OUT_CLIPS = 60
 CROP = 64
 KL_WEIGHT = 1e-5
 
 
-def prepare_frames(out: Path, clips: int = CLIPS) -> np.ndarray:
-    """Draw clips of training scenes once; `[N, H, W, 3]` uint8, read from disk as needed."""
-    path = out / f"frames-{clips}.npy"
-    if not path.exists():
-        scenes, _ = split_scenes()
-        order = np.random.default_rng(1).permutation(len(scenes))
-        out.mkdir(parents=True, exist_ok=True)
-        shape = (clips * FRAMES, SIDE, SIDE, 3)
-        new = path.with_suffix(".new.npy")
-        held = np.lib.format.open_memmap(new, "w+", np.uint8, shape)
-        for i in range(clips):
-            held[i * FRAMES : (i + 1) * FRAMES] = draw_scene(scenes[order[i % len(scenes)]], i)
-        held.flush()
-        new.replace(path)
-    return np.load(path, mmap_mode="r")
+def prepare_frames(out: Path, parts: int = FRAME_PARTS) -> np.ndarray:
+    """Return the frames of the first parts of the clips, `[N, H, W, 3]` uint8."""
+    return np.concatenate([load_part(out, part) for part in range(parts)]).reshape(
+        -1, SIDE, SIDE, 3
+    )
 
 
 def draw_held_out(clips: int = HELD_OUT_CLIPS) -> np.ndarray:
@@ -80,11 +70,14 @@ def reconstruct(
     vae: AutoencoderKL, frames: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return frames through the autoencoder, and the KL divergence to a unit normal per latent value."""
-    mean, log_variance = vae.encoder(frames).chunk(2, dim=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        mean, log_variance = vae.encoder(frames).float().chunk(2, dim=1)
     log_variance = log_variance.clamp(-30, 20)
     noise = torch.randn(mean.shape, generator=generator)
     kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
-    return vae.decoder(mean + noise * (0.5 * log_variance).exp()), kl
+    with torch.autocast("cpu", torch.bfloat16):
+        output = vae.decoder(mean + noise * (0.5 * log_variance).exp())
+    return output.float(), kl
 
 
 def measure_loss(output: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
@@ -104,7 +97,10 @@ def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     ]
     taken = {id(weight) for weight in inside}
     rest = [weight for weight in model.parameters() if id(weight) not in taken]
-    return [Muon(inside, lr=0.02), torch.optim.AdamW(rest, lr=2e-3, betas=(0.9, 0.99))]
+    return [
+        Muon(inside, lr=0.02, dtype=torch.bfloat16),
+        torch.optim.AdamW(rest, lr=2e-3, betas=(0.9, 0.99)),
+    ]
 
 
 @torch.no_grad()
@@ -121,7 +117,13 @@ def score(vae: AutoencoderKL, frames: np.ndarray) -> tuple[float, np.ndarray]:
 
 
 def train(
-    out: Path, steps: int, batch: int, seed: int, every: int, clips: int = CLIPS, stop: int = 0
+    out: Path,
+    steps: int,
+    batch: int,
+    seed: int,
+    every: int,
+    parts: int = FRAME_PARTS,
+    stop: int = 0,
 ) -> None:
     """Train up to `stop`, or to the end."""
     torch.manual_seed(seed)
@@ -129,7 +131,7 @@ def train(
     optimizers = make_optimizers(vae)
     checkpoint = out / "autoencoder.pt"
     done, spent_s = restore(checkpoint, {"model": vae}, optimizers)
-    frames = prepare_frames(out, clips)
+    frames = prepare_frames(out, parts)
     began_s = time.process_time()
     for step in range(done, stop or steps):
         crops = draw_batch(frames, seed, step, batch)
@@ -168,15 +170,19 @@ def export(out: Path, weights: Path, sheet: Path | None) -> dict[str, object]:
         rows = [np.concatenate(both, axis=0) for both in zip(frames, shown, strict=True)]
         Image.fromarray(np.concatenate(rows[:8], axis=1)).save(sheet)
     with torch.no_grad():
-        latents = torch.cat(
-            [vae.encoder(to_tensor(frames[i : i + 4])).chunk(2, dim=1)[0] for i in range(0, 20, 4)]
-        )
+        means = [
+            vae.encoder(to_tensor(frames[i : i + 4])).chunk(2, dim=1)[0] for i in range(0, 60, 4)
+        ]
+    deviation = torch.cat(means).std().item()
+    FACTOR.write_text(json.dumps({"scaling_factor": 1 / deviation}) + "\n")
+    for path in out.glob("latents-*"):
+        path.unlink()  # those of other weights
     return {
         "steps": state["step"],
         "processor_s": round(state["spent_s"]),
         "held_out_frames": len(frames),
         "psnr_db": round(psnr_db, 2),
-        "latents_std": round(latents.std().item(), 4),
+        "latents_std": round(deviation, 4),
         "weights_bytes": weights.stat().st_size,
         "latent_channels": CONFIG["latent_channels"],
     }

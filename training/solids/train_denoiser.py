@@ -15,28 +15,36 @@ Restart: run the same command again. Randomness depends on the seed and the step
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from diffusers import DPMSolverMultistepScheduler, LatteTransformer3DModel
+from diffusers.models.attention_processor import Attention
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import T5Config, T5EncoderModel
 
 from solids.autoencoder import CONFIG as AUTOENCODER
-from solids.autoencoder import load_autoencoder
-from solids.scenes import FRAMES, SIDE, TEMPLATES, Scene, all_captions, draw_scene, split_scenes
-from solids.train_autoencoder import CHECKPOINTS, to_tensor
+from solids.autoencoder import load_autoencoder, read_factor
+from solids.clips import CHECKPOINTS, PARTS, load_part, pick_scenes
+from solids.scenes import FRAMES, SIDE, TEMPLATES, Scene, all_captions, split_scenes
+from solids.train_autoencoder import to_tensor
 from tokens import make_tokenizer
 from training_state import average, make_denoiser_optimizers, restore, schedule, store
 
 SHRUNK = 2.0**-26
 """What the eps of norms that read a residual stream is multiplied by while training."""
 SHIFT = 3.0
-CLIPS = 8000
+PARTIAL = 0.55
+"""Share of the steps that see three frames of a clip, and three times as many clips."""
+TURNED = {"moving left": "moving right", "moving right": "moving left", "bouncing": "bouncing"}
+"""What motions are when a clip is played backwards."""
+WEIGHTS = Path(__file__).parent / "denoiser.safetensors"
 MASKED = -10_000.0
 
 ENCODER = {
@@ -51,8 +59,8 @@ ENCODER = {
     "tie_word_embeddings": False,
 }
 TRANSFORMER = {
-    "num_attention_heads": 6,
-    "attention_head_dim": 32,
+    "num_attention_heads": 4,
+    "attention_head_dim": 48,
     "in_channels": AUTOENCODER["latent_channels"],
     "out_channels": 2 * AUTOENCODER["latent_channels"],  # the pipeline drops the second half
     "num_layers": 6,
@@ -60,7 +68,7 @@ TRANSFORMER = {
     "attention_bias": True,
     "sample_size": SIDE // 8,
     "patch_size": 2,
-    "activation_fn": "gelu-approximate",
+    "activation_fn": "gelu",
     "norm_type": "ada_norm_single",
     "num_embeds_ada_norm": 1000,
     "norm_elementwise_affine": False,
@@ -74,6 +82,32 @@ SCHEDULER = {
     "flow_shift": SHIFT,
     "num_train_timesteps": 1000,
 }
+
+
+class ShortAttention:
+    """Attention as products and a softmax: many short sequences are then several times faster on a CPU.
+
+    `LatteTransformer3DModel` takes it in the place of its own, and computes the same.
+    """
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        temb: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        read = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = (
+            values.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+            for values in (attn.to_q(hidden_states), attn.to_k(read), attn.to_v(read))
+        )
+        scores = (query * attn.scale) @ key.transpose(-1, -2)
+        if attention_mask is not None:
+            scores = scores + attention_mask[:, None].to(scores.dtype)
+        mixed = (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
+        return attn.to_out[1](attn.to_out[0](mixed))
 
 
 def make_encoder(vocabulary: int) -> T5EncoderModel:
@@ -100,65 +134,58 @@ def make_scheduler() -> DPMSolverMultistepScheduler:
 
 
 @torch.no_grad()
-def prepare_latents(out: Path, clips: int, seed: int) -> dict[str, torch.Tensor]:
-    """Draw clips of training scenes and encode them, once; parts of 100 clips are kept as they are done.
+def prepare_latents(out: Path, parts: int) -> dict[str, torch.Tensor]:
+    """Encode the first parts of the clips, once; each part is kept as it's done.
 
     Returns:
         `latents` [N, C, T, H, W] fp16, scaled to a standard deviation of 1, `scene` [N] int64 (index
         into the training scenes), and `factor` [1] that they were multiplied by.
     """
-    path = out / f"latents-{clips}.safetensors"
-    if path.exists():
-        return load_file(path)
-    out.mkdir(parents=True, exist_ok=True)
-    vae, (scenes, _) = load_autoencoder(), split_scenes()
-    order = np.random.default_rng([seed, 2]).permutation(len(scenes))
-    parts = []
-    for start in range(0, clips, 100):
-        part = out / f"latents-{clips}-{start}.safetensors"
-        if not part.exists():
-            means = []
-            for i in range(start, min(start + 100, clips)):
-                frames = to_tensor(draw_scene(scenes[order[i % len(scenes)]], 100_000 + i))
-                means.append(vae.encoder(frames).chunk(2, dim=1)[0].transpose(0, 1))
-            save_file({"means": torch.stack(means).contiguous()}, part)
-            print(json.dumps({"latents": start + len(means), "of": clips}), flush=True)
-        parts.append(part)
-    means = torch.cat([load_file(part)["means"] for part in parts])
-    factor = 1 / means.std()
-    data = {
-        "latents": (means * factor).half(),
-        "scene": torch.tensor([int(order[i % len(scenes)]) for i in range(clips)]),
-        "factor": factor.reshape(1),
+    vae, means = None, []
+    for part in range(parts):
+        path = out / f"latents-{part:03d}.safetensors"
+        if not path.exists():
+            vae = vae or load_autoencoder()
+            clips = load_part(out, part)
+            with torch.autocast("cpu", torch.bfloat16):
+                encoded = [vae.encoder(to_tensor(clip)).chunk(2, dim=1)[0] for clip in clips]
+            save_file({"means": torch.stack(encoded).transpose(1, 2).half().contiguous()}, path)
+            print(json.dumps({"latents": part + 1, "of": parts}), flush=True)
+        means.append(load_file(path)["means"])
+    latents = torch.cat(means)
+    order = pick_scenes()
+    return {
+        "latents": (latents.float() * read_factor()).half(),
+        "scene": torch.from_numpy(order[np.arange(len(latents)) % len(order)]),
     }
-    save_file(data, path)
-    for part in parts:
-        part.unlink()
-    return data
 
 
 class Captions:
     """Token ids of every caption of the training scenes."""
 
     def __init__(self, scenes: list[Scene]) -> None:
-        tokenizer = make_tokenizer(all_captions())
+        self.tokenizer = tokenizer = make_tokenizer(all_captions())
         self.vocabulary = len(tokenizer)
         self._empty = tokenizer("").input_ids
         self._pad = tokenizer.pad_token_id
+        turned = [replace(s, motion=TURNED.get(s.motion, s.motion)) for s in scenes]
         self._ids = [
-            tokenizer([scene.caption(template) for template in TEMPLATES]).input_ids
-            for scene in scenes
+            [tokenizer([s.caption(template) for template in TEMPLATES]).input_ids for s in listed]
+            for listed in (scenes, turned)
         ]
 
     def pick(
-        self, scenes: list[int], rng: np.random.Generator
+        self, scenes: list[int], backwards: list[bool], rng: np.random.Generator
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Pick a caption for each scene; one in ten is empty.
+        """Pick a caption for each scene, as it's called if it's played backwards; one in ten is empty.
 
         Returns:
             ids `[B, L]` int64, which of them the encoder reads, and which the transformer reads.
         """
-        chosen = [self._ids[scene][int(rng.integers(len(TEMPLATES)))] for scene in scenes]
+        chosen = [
+            self._ids[turned][scene][int(rng.integers(len(TEMPLATES)))]
+            for scene, turned in zip(scenes, backwards, strict=True)
+        ]
         length = max(map(len, chosen))
         ids = torch.full((len(chosen), length), self._pad)
         encoded, read = torch.zeros_like(ids), torch.zeros_like(ids)
@@ -174,60 +201,140 @@ def predict(
     models: nn.ModuleDict,
     noisy: torch.Tensor,
     timesteps: torch.Tensor,
-    ids: torch.Tensor,
-    encoded: torch.Tensor,
-    read: torch.Tensor,
+    texts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    frames: torch.Tensor,
 ) -> torch.Tensor:
-    """Predict noise minus latents, `[B, C, T, H, W]`."""
-    text = models["encoder"](ids, attention_mask=encoded).last_hidden_state
+    """Predict noise minus latents, `[B, C, T, H, W]`.
+
+    Args:
+        texts: what `Captions.pick` returned.
+        frames: which frames of the clip are given, `[T]`.
+    """
+    ids, encoded, read = texts
+    denoiser = models["denoiser"]
     bias = ((1 - read) * MASKED)[:, None].repeat_interleave(noisy.shape[2], dim=0)
-    output = models["denoiser"](
-        noisy,
-        timestep=timesteps,
-        encoder_hidden_states=text,
-        encoder_attention_mask=bias,
-        return_dict=False,
-    )[0]
-    return output[:, : noisy.shape[1]]
+    table = denoiser.temp_pos_embed
+    denoiser.temp_pos_embed = table[:, frames]
+    try:
+        text = models["encoder"](ids, attention_mask=encoded).last_hidden_state
+        output = denoiser(
+            noisy.to(text.dtype),
+            timestep=timesteps,
+            encoder_hidden_states=text,
+            encoder_attention_mask=bias,
+            return_dict=False,
+        )[0]
+    finally:
+        denoiser.temp_pos_embed = table
+    return output[:, : noisy.shape[1]].float()
 
 
 def make_optimizers(models: nn.Module) -> list[torch.optim.Optimizer]:
     """Return the optimizers of the encoder and the denoiser."""
-    return make_denoiser_optimizers(models, ("relative_attention_bias", "scale_shift_table"), 1e-3)
+    outside = ("relative_attention_bias", "scale_shift_table")
+    return make_denoiser_optimizers(models, outside, 1e-3, torch.bfloat16)
+
+
+def find_turnable(scenes: list[Scene]) -> torch.Tensor:
+    """Return which training scenes show another one of them, or themselves, when played backwards."""
+    known = set(scenes)
+    return torch.tensor(
+        [
+            scene.motion in TURNED and replace(scene, motion=TURNED[scene.motion]) in known
+            for scene in scenes
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step sees.
+
+    Attributes:
+        clean: latents `[B, C, T, H, W]` fp32.
+        frames: which frames these are, `[T]`.
+        scenes: index of each clip's training scene, `[B]`.
+        backwards: which clips are played backwards, `[B]` bool; what moves left then moves right.
+    """
+
+    clean: torch.Tensor
+    frames: torch.Tensor
+    scenes: list[int]
+    backwards: list[bool]
+
+
+def draw_batch(
+    data: dict[str, torch.Tensor], turnable: torch.Tensor, clips: int, rng: np.random.Generator
+) -> Batch:
+    """Draw `clips` whole clips, or three times as many with three frames each."""
+    whole = clips > 0
+    count = clips if whole else -3 * clips
+    frames = np.arange(FRAMES) if whole else np.sort(rng.choice(FRAMES, 3, replace=False))
+    rows = torch.from_numpy(rng.integers(len(data["latents"]), size=count))
+    backwards = torch.from_numpy(rng.random(count) < 0.5) & turnable[data["scene"][rows]]
+    seen = torch.from_numpy(frames)
+    order = torch.where(backwards[:, None], FRAMES - 1 - seen, seen)
+    clean = data["latents"][rows[:, None], :, order].transpose(1, 2).float()
+    return Batch(clean, seen, data["scene"][rows].tolist(), backwards.tolist())
 
 
 def train(
-    out: Path, steps: int, batch: int, seed: int, every: int, clips: int = CLIPS, stop: int = 0
+    out: Path,
+    steps: int,
+    batch: int,
+    seed: int,
+    every: int,
+    parts: int = PARTS,
+    stop: int = 0,
+    weights: Path | None = None,
 ) -> float:
-    """Train up to `stop`, or to the end; return the mean loss of the last 50 steps at most."""
+    """Train up to `stop`, or to the end; return the mean loss of the last 50 steps at most.
+
+    Args:
+        batch: whole clips in a step. In the first `PARTIAL` of the steps there are three times as many,
+            with three frames each.
+        weights: what to begin with, instead of fresh weights, if there's no checkpoint.
+    """
     torch.manual_seed(seed)
-    captions = Captions(split_scenes()[0])
-    models, shadow = make_models(captions.vocabulary), make_models(captions.vocabulary)
+    scenes = split_scenes()[0]
+    captions = Captions(scenes)
+    turnable = find_turnable(scenes)
+    models = make_models(captions.vocabulary)
+    if weights:
+        load_weights(models, weights)
+    shadow = make_models(captions.vocabulary)
     shadow.load_state_dict(models.state_dict())
     optimizers = make_optimizers(models)
     kept = {"model": models, "average": shadow}
     done, spent_s = restore(out / "denoiser.pt", kept, optimizers)
-    data = prepare_latents(out, clips, seed)
+    data = prepare_latents(out, parts)
+    half = copy.deepcopy(models).to(torch.bfloat16)
+    for module in half.modules():
+        if isinstance(module, Attention):
+            module.set_processor(ShortAttention())
     began_s, recent = time.process_time(), []
     for step in range(done, stop or steps):
         rng = np.random.default_rng([seed, 3, step])
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        rows = torch.randint(len(data["latents"]), (batch,), generator=generator)
-        clean = data["latents"][rows].float()
-        uniform = torch.rand(batch, generator=generator)
+        seen = draw_batch(data, turnable, -batch if step < PARTIAL * steps else batch, rng)
+        uniform = torch.rand(len(seen.clean), generator=generator)
         timesteps = (1000 * SHIFT * uniform / (1 + (SHIFT - 1) * uniform)).long()
         share = (timesteps / 1000).view(-1, 1, 1, 1, 1)
-        noise = torch.randn(clean.shape, generator=generator)
+        noise = torch.randn(seen.clean.shape, generator=generator)
         schedule(optimizers, step, steps)
-        texts = captions.pick(data["scene"][rows].tolist(), rng)
-        output = predict(models, (1 - share) * clean + share * noise, timesteps, *texts)
-        loss = (output - (noise - clean)).square().mean()
-        models.zero_grad(set_to_none=True)
+        texts = captions.pick(seen.scenes, seen.backwards, rng)
+        noisy = (1 - share) * seen.clean + share * noise
+        output = predict(half, noisy, timesteps, texts, seen.frames)
+        loss = (output - (noise - seen.clean)).square().mean()
+        half.zero_grad(set_to_none=True)
         loss.backward()
+        for weight, fast in zip(models.parameters(), half.parameters(), strict=True):
+            weight.grad = fast.grad.float()
         nn.utils.clip_grad_norm_(models.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
-        average(shadow, models, step, 0.999)
+        average(shadow, models, step, 0.998)
+        copy_weights(models, half)
         recent = [*recent[-49:], loss.item()]
         processor_s = spent_s + time.process_time() - began_s
         if (step + 1) % 50 == 0:
@@ -239,6 +346,33 @@ def train(
     return sum(recent) / max(1, len(recent))
 
 
+@torch.no_grad()
+def copy_weights(models: nn.Module, half: nn.Module) -> None:
+    """Round the weights into the copy that computes in bf16."""
+    for weight, fast in zip(models.parameters(), half.parameters(), strict=True):
+        fast.copy_(weight)
+
+
+def load_weights(models: nn.Module, path: Path) -> None:
+    """Load stored fp16 weights into fp32 models."""
+    stored = {name: value.float() for name, value in load_file(path).items()}
+    models.load_state_dict(stored)
+
+
+def export(out: Path, path: Path) -> dict[str, object]:
+    """Write the averaged weights in fp16."""
+    state = torch.load(out / "denoiser.pt", weights_only=True)
+    half = {name: value.half().contiguous() for name, value in state["average"].items()}
+    # T5 holds its embedding under two names
+    half["encoder.encoder.embed_tokens.weight"] = half["encoder.shared.weight"].clone()
+    save_file(half, path)
+    return {
+        "steps": state["step"],
+        "processor_s": round(state["spent_s"]),
+        "weights_bytes": path.stat().st_size,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -246,20 +380,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=CHECKPOINTS)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--stop", type=int, default=0, help="stop after this step, to go on later")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--clips", type=int, default=CLIPS)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--parts", type=int, default=PARTS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=250, help="steps between checkpoints")
+    parser.add_argument(
+        "--weights", type=Path, help="begin with these weights, not with fresh ones"
+    )
+    parser.add_argument("--export", action="store_true", help="store the averaged weights in fp16")
     options = parser.parse_args()
     torch.set_flush_denormal(True)
+    if options.export:
+        print(json.dumps(export(options.out, WEIGHTS)))
+        return
     train(
         options.out,
         options.steps,
         options.batch,
         options.seed,
         options.every,
-        options.clips,
+        options.parts,
         options.stop,
+        options.weights,
     )
 
 
