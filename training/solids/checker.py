@@ -44,6 +44,14 @@ SHARES = {
 }
 """What a pixel of an object changes by at least, as a share of those that change the most."""
 
+GAPS = {
+    "on a checkerboard floor": 2,
+    "on a beach": 1,
+    "in a meadow": 1,
+    "on a lake at sunset": 1,
+}
+"""How wide gaps in an object are closed, where it has the colour of the place; half the width in pixels."""
+
 Array = np.ndarray
 
 
@@ -107,7 +115,7 @@ def find_objects(frame: Array, place: str) -> Array:
     if strong < 25:
         return np.zeros(change.shape, bool)
     mask = ndimage.binary_opening(change > SHARES[place] * strong)
-    mask = ndimage.binary_closing(np.pad(mask, 4), iterations=2)[4:-4, 4:-4]
+    mask = ndimage.binary_closing(np.pad(mask, 4), iterations=GAPS[place])[4:-4, 4:-4]
     labels, _ = ndimage.label(mask, np.ones((3, 3)))
     pieces = sorted(enumerate(ndimage.find_objects(labels), 1), key=lambda piece: piece[1][0].start)
     kept: list[slice] = []
@@ -161,13 +169,13 @@ def name_shape(pieces: list[Piece]) -> str:
         float(np.median([getattr(piece, name) for piece in pieces]))
         for name in ("hole", "tall", "top", "round")
     )
-    if hole > 0.05:
+    if hole > 0.08:
         return "ring"
     if top < 0.4:
         return "cone"
     if tall > 1.17:
         return "cylinder"
-    return "sphere" if roundness > 0.9 else "cube"
+    return "sphere" if roundness - top > 0.26 else "cube"
 
 
 def name_motion(frames: list[list[Piece]]) -> str:
