@@ -120,6 +120,9 @@ def find_objects(frame: Array, place: str) -> Array:
     pieces = sorted(enumerate(ndimage.find_objects(labels), 1), key=lambda piece: piece[1][0].start)
     kept: list[slice] = []
     for index, (rows, columns) in pieces:
+        own = labels[rows, columns] == index
+        end = rows.start + find_waterline(np.where(own, change[rows, columns], np.nan))
+        mask[end : rows.stop, columns] &= ~own[end - rows.start :]
         area = int((labels[rows, columns] == index).sum())
         width = columns.stop - columns.start
         shared = [min(columns.stop, x.stop) - max(columns.start, x.start) for x in kept]
@@ -128,6 +131,24 @@ def find_objects(frame: Array, place: str) -> Array:
         else:
             kept.append(columns)
     return mask
+
+
+def find_waterline(change: Array) -> int:
+    """Return the row of a piece where its reflection begins, or the number of its rows.
+
+    Only upright pieces are cut, where each row below changes by less than most of those above.
+
+    Args:
+        change: `[H, W]`, NaN where the box of the piece isn't the piece.
+    """
+    height, width = change.shape
+    if height <= 1.17 * width:
+        return height
+    rows = np.nanquantile(change, 0.8, axis=1)
+    weak = rows < 0.75 * np.median(rows[:width])
+    weak[: int(0.6 * width)] = False
+    last_strong = np.flatnonzero(~weak)[-1]
+    return int(last_strong) + 1
 
 
 def measure_pieces(mask: Array) -> list[Piece]:
