@@ -138,6 +138,17 @@ def test_the_fingerprint_belongs_to_the_checkpoint(saved: Path, folder: Path) ->
     assert len(before) == 64
 
 
+def test_the_fingerprint_sees_a_change_of_any_one_tensor(folder: Path) -> None:
+    """A checkpoint that was fine-tuned in one kind of layer gets no plan of the original's."""
+    path = folder / TRANSFORMER
+    tensors = {f"{i}": torch.full((4096,), i + 1.0) for i in range(64)}
+    save_file(tensors, path)
+    before = fingerprint(resolve_source(folder))
+    for name, tensor in tensors.items():
+        save_file({**tensors, name: tensor * 2}, path)
+        assert fingerprint(resolve_source(folder)) != before, name
+
+
 def test_a_variant_is_taken_when_there_is_nothing_else(folder: Path) -> None:
     """`diffusion_pytorch_model.fp16.safetensors` alone is verified and loaded."""
     path = folder / TRANSFORMER

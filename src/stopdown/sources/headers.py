@@ -171,13 +171,22 @@ def copy_with_metadata(source: Path, target: Path, metadata: Mapping[str, str]) 
 
 
 def read_samples(path: Path) -> bytes:
-    """Read a file's samples for a fingerprint: 16 blocks of 4 KiB, evenly spread from beginning to end."""
+    """Read a weight file's samples for a fingerprint: 16 blocks of 4 KiB, evenly spread from beginning to
+    end, and 64 bytes from the middle of each tensor of a safetensors file.
+
+    The blocks alone would miss a change of single tensors, as fine-tuning of one kind of layer makes it.
+    """
     last = max(path.stat().st_size - 4096, 0)
+    places = [(last * number // 15, 4096) for number in range(16)]
+    with contextlib.suppress(DamagedFileError):  # GGUF has another header
+        begin = len(read_header_bytes(path))
+        tensors = read_header(path).values()
+        places += sorted((begin + x.start + x.size_bytes // 2, 64) for x in tensors)
     with open_regular_file(path) as file:
         samples = []
-        for number in range(16):
-            file.seek(last * number // 15)
-            samples.append(file.read(4096))
+        for start, size in places:
+            file.seek(start)
+            samples.append(file.read(size))
     return b"".join(samples)
 
 
