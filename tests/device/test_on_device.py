@@ -96,7 +96,7 @@ def test_a_journal_goes_on_on_the_device(where: str, simulated: Simulated, tmp_p
     plain, _ = run()
     pixels, use = run(tmp_path)
     np.testing.assert_array_equal(pixels, plain)
-    kept = sorted(tmp_path.glob("*.safetensors"))
+    kept = sorted(tmp_path.glob("*.pt"))
     for path in kept[3:]:
         path.unlink()
     pixels, use = run(tmp_path)
