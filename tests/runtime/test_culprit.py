@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from stopdown.runtime.culprit import Culprit, find_culprit
 
@@ -190,3 +191,30 @@ def test_nothing_stays_on_the_module(dtype: torch.dtype) -> None:
     with pytest.raises(RuntimeError):
         find_culprit(module, lambda: module(torch.zeros(1, 3, dtype=dtype)), {})
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
+
+
+class SelfCompiled(nn.Module):
+    """Overflows in fp16, and calls attention that compiles itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 16)
+        for layer, factor in ((self.inner, 2.0**15), (self.outer, 2.0**-15)):
+            layer.requires_grad_(False).weight.mul_(factor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.outer(self.inner(x))[:, None]
+        return flex_attention(hidden, hidden, hidden)[:, 0]  # type: ignore[index,return-value]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_attention_that_compiles_itself_runs_after_a_search() -> None:
+    """A search for the culprit doesn't keep the compiler from such code in the calls after it."""
+    module = SelfCompiled().half()
+    x = torch.ones(1, 16, 16, dtype=torch.float16)
+    with torch.no_grad():
+        assert not module(x).isfinite().all()
+        culprit, _ = find_culprit(module, lambda: module(x), {"x": x})
+        assert culprit.path == "inner"
+        assert module.to(torch.bfloat16)(x.bfloat16()).isfinite().all()

@@ -155,7 +155,7 @@ def find_culprit(
     load_compiler()
     with Patches() as patches:
         tracer = _Tracer(module, arguments, patches)
-        with tracer:
+        with _leaving_compiler(), tracer:
             output = call()
     return tracer.conclude(output), output
 
@@ -176,9 +176,18 @@ def find_origins(
     """
     with Patches() as patches:
         tracer = _Tracer(module, arguments, patches, is_exact=True)
-        with tracer:
+        with _leaving_compiler(), tracer:
             output = call()
     return tracer.list_kinds(output), output
+
+
+def _leaving_compiler() -> Any:
+    """Run code that a model compiles by itself, such as flex attention, without the compiler in the block.
+
+    Under a dispatch mode the compiler would give up such code, and remember this: the calls after it would
+    fail.
+    """
+    return torch.compiler.set_stance("force_eager")
 
 
 class _Tracer(TorchDispatchMode):
