@@ -71,7 +71,7 @@ def test_arguments_by_place_have_their_names() -> None:
 
 
 def test_arguments_are_cast_and_outputs_brought_back() -> None:
-    """Times stay as they are; the output has the dtype that the arguments had."""
+    """Times stay as they are, unless 16 bits become 32; the output has the dtype that arguments had."""
     seen = list[torch.dtype]()
 
     class Seeing(Named):
@@ -87,6 +87,10 @@ def test_arguments_are_cast_and_outputs_brought_back() -> None:
     output = ComponentCall(callee, (), given, module.forward).proceed_in(torch.float16)
     assert seen == [torch.float16, torch.float32]
     assert (output.dtype, output.tolist()) == (torch.float32, [3.0])
+    for dtype in (torch.float32, torch.bfloat16):
+        half = {name: x.half() for name, x in given.items()}
+        ComponentCall(callee, (), half, module.forward).proceed_in(dtype)
+    assert seen[2:] == [torch.float32, torch.float32, torch.bfloat16, torch.float16]
 
 
 def test_what_fp16_cannot_hold_is_named() -> None:

@@ -28,6 +28,7 @@ from stopdown.module_calls.callee import DIFFUSERS_KEEPS, Callee
 from stopdown.module_calls.outermost_calls import is_plain
 from stopdown.module_calls.step_caches import save_caches
 from stopdown.numerics import (
+    HALVES,
     bound_values,
     cast_mask,
     count_writes,
@@ -100,7 +101,8 @@ class ComponentCall:
     ) -> Any:
         """Continue the call with floating arguments cast to `dtype`, and cast its outputs back.
 
-        Arguments that the call `keeps` aren't cast. The output is cast as by `bring_back`, except that of a
+        Arguments that the call `keeps` aren't cast, except from 16 bits to fp32: models such as HunyuanDiT
+        compute in the dtype of their timesteps. The output is cast as by `bring_back`, except that of a
         decoder, which is the picture and isn't computed with.
 
         Args:
@@ -108,9 +110,13 @@ class ComponentCall:
             wide: indices of the output tensors that the component's code returns in fp32 by itself.
         """
         came_as = self.came_as
-        output = self.proceed_with(
-            functools.partial(_cast, dtype=dtype), lambda name: name in leaves or self.keeps(name)
-        )
+
+        def keeps(name: str) -> bool:
+            floats = [x for x in iterate_tensors(self.named.get(name)) if x.is_floating_point()]
+            is_widened = dtype == torch.float32 and all(x.dtype in HALVES for x in floats)
+            return name in leaves or (self.keeps(name) and not is_widened)
+
+        output = self.proceed_with(functools.partial(_cast, dtype=dtype), keeps)
         if came_as is None or self.callee.stage == "decode":
             return output
         return bring_back(output, dtype, came_as, wide)
