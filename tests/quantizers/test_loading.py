@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import stopdown
+from models.lora_cases import make_arguments, make_family
 from models.pipeline_calls import call_pipeline, load_plain
 from models.planned_models import FP16, have_same_weights, is_near, load_encoder, load_transformer
 from stopdown import testing
@@ -113,6 +115,21 @@ def test_a_plan_that_is_given_is_taken(cogvideox: Path, plan: Plan, tmp_path: Pa
     for given in (plan, path):
         model = load_transformer(cogvideox, quantization_config=stopdown.StopdownConfig(given))
         assert model.hf_quantizer.applied_plan.components[0] in plan.components
+
+
+def test_a_table_that_is_stored_is_cast_as_planned(tmp_path: Path) -> None:
+    """SD3's table of positions is a buffer in the file: a model has it in fp32 until it is loaded."""
+    from diffusers import SD3Transformer2DModel
+
+    module = make_family("sd3").transformer.requires_grad_(False)
+    module.to(torch.bfloat16).save_pretrained(tmp_path)
+    module = SD3Transformer2DModel.from_pretrained(tmp_path, dtype=torch.float32)
+    given = make_arguments(SimpleNamespace(transformer=module), "sd3")
+    plan = stopdown.make_plan({"transformer": module}, run=lambda: module(**given))
+    config = stopdown.StopdownConfig(plan)
+    loaded = SD3Transformer2DModel.from_pretrained(tmp_path, dtype=FP16, quantization_config=config)
+    assert loaded.pos_embed.pos_embed.dtype == FP16
+    assert is_near(loaded(**given)[0], module(**given)[0])
 
 
 def test_a_plan_for_other_weights_is_refused(cogvideox: Path, other: Plan) -> None:

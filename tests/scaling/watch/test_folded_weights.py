@@ -79,7 +79,7 @@ def test_weights_that_arrive_late_are_known() -> None:
     """A quantizer loads them after the exponents were put on."""
     module, known = make()
     module[0].weight.mul_(2)
-    known.note_late_weights()
+    known.note()
     known.check()
 
 

@@ -316,10 +316,10 @@ class CallWatch(SameInCopies):
         self.known.settings.note()
 
     def note_late_weights(self) -> None:
-        """Record weights that were loaded after the scale exponents were put on, so that later changes are
-        found.
+        """Record weights that were loaded after the scale exponents were put on, and their dtypes, so that
+        later changes are found.
         """
-        self.weights.note_late_weights()
+        self.weights.note()
 
     def take_help(self, options: WatchOptions) -> None:
         """Replace the watch's options (names, messages, repair), when a guard comes or goes."""

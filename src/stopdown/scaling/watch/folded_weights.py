@@ -46,13 +46,9 @@ class FoldedWeights:
 
     def note(self) -> None:
         """Record the module's present weights, and its fp32 tensors, as those that must not change."""
-        self.note_late_weights()
+        self._weights = list(_list_weights(self._module, self._scaling))
         self._wide = list(_list_wide(self._module)) if self._casts else []
         self._refused.clear()
-
-    def note_late_weights(self) -> None:
-        """Record the module's present weights again, some of which were loaded after `note`."""
-        self._weights = list(_list_weights(self._module, self._scaling))
 
     @property
     def has_half(self) -> bool:
