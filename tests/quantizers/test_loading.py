@@ -25,7 +25,7 @@ from stopdown.fold_names import name_parameters
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.plan_files import seal_plan, write_plan
 from stopdown.quantizers.script_loading import join_config_plans
-from stopdown.records import Plan
+from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling.watch.call_watch import CallWatch
 from stopdown.scaling.watch.known_calls import KnownCalls
 from stopdown.testing import save_pipeline
@@ -678,3 +678,19 @@ def test_force_upcast_is_answered(tmp_path: Path) -> None:
     for run in (pipe, stopdown.load(folder, precision="fp16", device="cpu")):
         assert is_near(call_pipeline(run, "sdxl"), wanted, 0.005)
         assert run.vae.dtype == FP16
+
+
+def test_an_autoencoder_in_bf16_is_not_cast_by_its_pipeline(plan: Plan, tmp_path: Path) -> None:
+    """Pipelines cast one with `force_upcast` to fp32 to encode, which Diffusers refuses under a config."""
+    from diffusers import AutoencoderKL
+
+    folder = save_pipeline("sd", tmp_path / "sd")
+    plain = AutoencoderKL.from_pretrained(folder, subfolder="vae", dtype=torch.float32)
+    assert plain.config.force_upcast
+    entry = ComponentPlan("vae", "AutoencoderKL", precision="bf16")
+    made = seal_plan(dataclasses.replace(plan, components=(entry,)))
+    config = stopdown.StopdownConfig(made, component="vae")
+    loaded = AutoencoderKL.from_pretrained(
+        folder, subfolder="vae", dtype=FP16, quantization_config=config
+    )
+    assert (loaded.dtype, loaded.config.force_upcast) == (torch.bfloat16, False)

@@ -484,7 +484,8 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches, *, keeps_upcast: boo
         held = () if found is None or find_quantised(found) else read_precisions(found)
         if found is not None and (len(held) == 1 or PLANNED in vars(found)):
             dtypes[name] = held[0]  # of now: its plan may come off before this one
-    dropping = () if keeps_upcast else halves
+    fixed = [x for x in map(name_component, dtypes) if _refuses_casts(find_component(pipe, x))]
+    dropping = () if keeps_upcast else dict.fromkeys((*halves, *fixed))
     upcast = {name for name in dropping if drop_upcast(_find(pipe, name), patches)}
     for name in upcast:
         if (watch := CallWatch.find(_find(pipe, name))) is not None:
@@ -501,6 +502,11 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches, *, keeps_upcast: boo
     state_dtypes(narrow, wide, patches)
     explain_foreign_casts(pipe, plan, patches)
     _put_accumulations(pipe, plan, patches)
+
+
+def _refuses_casts(module: torch.nn.Module | None) -> bool:
+    """Return whether Diffusers refuses to cast a module, as it was loaded by a `quantization_config`."""
+    return bool(getattr(module, "is_quantized", False))
 
 
 def _returns_wide(entry: ComponentPlan) -> bool:
