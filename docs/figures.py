@@ -99,6 +99,30 @@ def rescale_exact() -> str:
     return str(sum(x["exact"] for x in _rows()))
 
 
+_OVERFLOW = r"\b(NaN|Inf)\b|[Oo]verflow|not finite|black|grey"
+"""Words of what plain fp16 stopped with when values left its range, as in `every_pipeline.py`."""
+
+
+def _overflowing() -> dict[str, list[bool]]:
+    """By class of pipeline: whether each of its rows that overflows in plain fp16 is right."""
+    found: dict[str, list[bool]] = {}
+    for row in _read("every_pipeline")["rows"].values():
+        said = row.get("plain", {}).get("said", "")
+        if row.get("fp32", {}).get("code") == 0 and re.search(_OVERFLOW, said):
+            found.setdefault(row["class"], []).append(row["outcome"] == "right")
+    return found
+
+
+@_figure
+def pipelines_overflowing() -> str:
+    return str(len(_overflowing()))
+
+
+@_figure
+def pipelines_right() -> str:
+    return str(sum(map(all, _overflowing().values())))
+
+
 @_figure
 def rescale_ratio() -> str:
     return f"{statistics.median(_ratios(_rows(), 'rescaled fp16')):.1f}"

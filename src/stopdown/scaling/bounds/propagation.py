@@ -476,8 +476,8 @@ class _Update(Propagation):
         return needed
 
     def _is_asked(self, source: Node, user: Node) -> bool:
-        """Return whether bounding a node again needs more of an input than its earlier bound, such as
-        computed values.
+        """Return whether bounding `user` again needs more than the bound that its input `source` has from
+        the first pass: exact values, or affine rows.
         """
         if source.name in self.before.rowed or source in self.aliases:
             return True

@@ -426,8 +426,9 @@ class CallWatch(SameInCopies):
     # Around a call
 
     def lead(self, call: ComponentCall) -> Any:
-        """Check a call of the module's compiled code, in which interception layers don't run, and make
-        it.
+        """Make a call of the module's compiled code, after the check that the exponents hold for it.
+
+        No interception layer inside compiled code would make this check.
         """
         callee = Callee("", call.callee.owner, "forward", "decode", GENERAL_KEEPS)
         return self._enter(replace(call, callee=callee))
