@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +92,31 @@ def test_arguments_are_cast_and_outputs_brought_back() -> None:
         half = {name: x.half() for name, x in given.items()}
         ComponentCall(callee, (), half, module.forward).proceed_in(dtype)
     assert seen[2:] == [torch.float32, torch.float32, torch.bfloat16, torch.float16]
+
+
+def test_a_cache_in_another_format_is_cast_for_the_call() -> None:
+    """An earlier call filled it in fp32; what this call puts in stays, what it reads is as before."""
+    keys, values = torch.ones(2), [torch.zeros(2)]
+    cache = SimpleNamespace(keys=keys, values=values, layers=[SimpleNamespace(keys=keys)])
+    seen = list[torch.dtype]()
+
+    class Cached(Named):
+        def forward(
+            self, hidden_states: Any, attention_mask: Any = None, timestep: Any = None
+        ) -> Any:
+            held = attention_mask
+            seen.extend(x.dtype for x in (held.keys, held.values[0], held.layers[0].keys))
+            held.values[0] = hidden_states
+            return hidden_states
+
+    module = Cached()
+    callee = Callee("denoiser", module, "forward", "denoise")
+    given = torch.ones(2, dtype=torch.float16)
+    ComponentCall(callee, (given, cache), {}, module.forward).proceed_in(torch.bfloat16)
+    assert seen == [torch.bfloat16] * 3
+    assert cache.keys is keys
+    assert cache.layers[0].keys is keys
+    assert values[0].dtype == torch.bfloat16
 
 
 def test_what_fp16_cannot_hold_is_named() -> None:

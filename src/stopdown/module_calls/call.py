@@ -6,6 +6,7 @@ their dtype between components (`keeps`). This module also changes, signs and ca
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import fnmatch
@@ -102,8 +103,9 @@ class ComponentCall:
         """Continue the call with floating arguments cast to `dtype`, and cast its outputs back.
 
         Arguments that the call `keeps` aren't cast, except from 16 bits to fp32: models such as HunyuanDiT
-        compute in the dtype of their timesteps. The output is cast as by `bring_back`, except that of a
-        decoder, which is the picture and isn't computed with.
+        compute in the dtype of their timesteps. Tensors in objects, such as a key/value cache that an
+        earlier call filled in another format, are cast during the call. The output is cast as by
+        `bring_back`, except that of a decoder, which is the picture and isn't computed with.
 
         Args:
             leaves: names of further arguments that aren't cast.
@@ -116,7 +118,8 @@ class ComponentCall:
             is_widened = dtype == torch.float32 and all(x.dtype in HALVES for x in floats)
             return name in leaves or (self.keeps(name) and not is_widened)
 
-        output = self.proceed_with(functools.partial(_cast, dtype=dtype), keeps)
+        with _casting_objects((self.args, self.kwargs), dtype):
+            output = self.proceed_with(functools.partial(_cast, dtype=dtype), keeps)
         if came_as is None or self.callee.stage == "decode":
             return output
         return bring_back(output, dtype, came_as, wide)
@@ -273,6 +276,31 @@ def _is_object(value: Any) -> bool:
     """
     plain = (torch.Tensor, torch.nn.Module, type, torch.Generator, enum.Enum)
     return hasattr(value, "__dict__") and not (isinstance(value, plain) or callable(value))
+
+
+@contextlib.contextmanager
+def _casting_objects(arguments: Any, dtype: torch.dtype) -> Iterator[None]:
+    """Cast the tensors in objects among a call's arguments in the block, and put back those that the call
+    didn't replace.
+    """
+    cast: list[tuple[Any, Any, torch.Tensor, torch.Tensor]] = []
+    for container in _list_containers([*_list_objects(arguments)], set()):
+        for key, value in () if isinstance(container, set) else _list_slots(container):
+            is_float = isinstance(value, torch.Tensor) and value.dtype in (*HALVES, torch.float32)
+            if is_float and value.dtype != dtype:
+                container[key] = value.to(dtype)
+                cast.append((container, key, value, container[key]))
+    try:
+        yield
+    finally:
+        for container, key, value, given in cast:
+            if dict(_list_slots(container)).get(key) is given:
+                container[key] = value
+
+
+def _list_slots(container: Any) -> list[tuple[Any, Any]]:
+    """List the pairs of key and value in a dict, or of index and value in a list."""
+    return list(container.items() if isinstance(container, dict) else enumerate(container))
 
 
 def is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:
