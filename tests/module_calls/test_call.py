@@ -164,6 +164,7 @@ def test_the_dtype_of_a_call_is_that_of_its_values() -> None:
     call = make_call(torch.ones(1).half(), timestep=torch.ones(1))
     assert call.came_as == torch.float16
     assert find_float_dtype({"timestep": torch.ones(1)}, is_kept) is None
+    assert find_float_dtype({"timestep_cond": torch.ones(1)}, is_kept) == torch.float32
 
 
 def test_containers_of_the_caller_are_put_back() -> None:

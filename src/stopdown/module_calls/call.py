@@ -306,10 +306,12 @@ def _list_slots(container: Any) -> list[tuple[Any, Any]]:
 def is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:
     """Return whether the argument of this name keeps its dtype when others are cast.
 
+    The embedding of a guidance scale, `timestep_cond`, doesn't: a layer of the model multiplies it.
+
     Args:
         keeps: glob patterns of such names, as `*timestep*`.
     """
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in keeps)
+    return name != "timestep_cond" and any(fnmatch.fnmatchcase(name, pattern) for pattern in keeps)
 
 
 def is_mask(name: str) -> bool:
