@@ -129,6 +129,32 @@ def test_what_stops_in_fp32_is_no_refusal(
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("cell", "word"),
+    [
+        ({"error": 0.009, "repairs": 0}, "right"),
+        ({"error": 0.011, "repairs": 0, "in_bf16": ["transformer"]}, "as bf16"),
+        ({"error": 0.011, "repairs": 1}, "repaired"),
+        ({"error": 0.011, "repairs": 0}, "wrong"),
+        ({"error": None, "repairs": 0}, "wrong"),
+        ({"refused": "No.", "repairs": 0}, "refused"),
+        ({"stopped": "TypeError: no", "repairs": 0}, "stopped"),
+    ],
+)
+def test_other_ways_are_held_against_bf16(
+    monkeypatch: pytest.MonkeyPatch, cell: dict[str, Any], word: str
+) -> None:
+    """A cell of the other ways is wrong beyond bf16's error or if not finite; the table is signed."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import every_way
+
+    assert every_way.judge(cell, {"error": 0.01})["outcome"] == word
+    stored = every_way.load()
+    drawn = every_way.draw_signed(stored)
+    assert drawn == every_way.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
+
+
+@pytest.mark.thorough
 def test_rows_that_do_not_overflow_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that overflow in plain fp16 are counted among those that run in fp32; the others are named."""
     monkeypatch.syspath_prepend(str(FOLDER))

@@ -520,12 +520,12 @@ class Table:
         model, row = MODELS[name], CHANGES[change]
         prepare = row.prepare or (lambda *_: None)
         opened = WAYS[way](self.save(name), model, lambda x: prepare(x, model))
-        with _hear_repairs() as repairs, opened as pipe:
+        with hear_repairs() as repairs, opened as pipe:
             return Found(row.make(pipe, model), bool(repairs))
 
 
 @contextmanager
-def _hear_repairs() -> Iterator[list[logging.LogRecord]]:
+def hear_repairs() -> Iterator[list[logging.LogRecord]]:
     """Collect the lines of the log that report repairs; some ways in have no handle to ask."""
     heard: list[logging.LogRecord] = []
 
