@@ -12,7 +12,7 @@ from diffusers import AutoencoderKL, LattePipeline
 from diffusers.models.attention_processor import Attention
 from safetensors.torch import save_file
 
-from solids import train_autoencoder, train_denoiser
+from solids import finish, train_autoencoder, train_denoiser
 from solids.autoencoder import make_autoencoder
 from solids.scenes import FRAMES, SIDE, all_captions, read_prompt, split_scenes
 from solids.train_denoiser import Captions, ShortAttention, find_turnable
@@ -172,3 +172,27 @@ def test_pipeline_takes_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     ).frames[0]
     assert clip.shape == (FRAMES, SIDE, SIDE, 3)
     assert np.isfinite(clip).all()
+
+
+def test_inflation_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part computes the same afterwards, bit for bit, with values beyond fp16 inside."""
+    monkeypatch.setitem(train_denoiser.TRANSFORMER, "num_layers", 1)
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer(all_captions())
+    models = train_denoiser.make_models(len(tokenizer)).eval()
+    for weight in models.parameters():
+        if weight.dim() > 1 and not weight.any():
+            torch.nn.init.normal_(weight, std=0.05)
+    pipe = LattePipeline(
+        tokenizer=tokenizer,
+        text_encoder=models["encoder"],
+        vae=make_autoencoder().eval(),
+        transformer=models["denoiser"],
+        scheduler=train_denoiser.make_scheduler(),
+    )
+    largest = []
+    block = pipe.transformer.transformer_blocks[0]
+    block.ff.net[2].register_forward_hook(lambda *call: largest.append(call[2].abs().max().item()))
+    finish.inflate_all(pipe)
+    before, after = largest
+    assert after == before * 2 ** finish.EXPONENTS["transformer branches"]

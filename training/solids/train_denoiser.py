@@ -38,10 +38,10 @@ from tokens import make_tokenizer
 from training_state import average, make_denoiser_optimizers, restore, schedule, store
 
 SHRUNK = 2.0**-26
-"""What the eps of norms that read a residual stream is multiplied by while training."""
+"""What the eps of the text encoder's norms is multiplied by while training."""
 SHIFT = 3.0
-PARTIAL = 0.55
-"""Share of the steps that see three frames of a clip, and three times as many clips."""
+PHASES = (("parts", 1000), ("ends", 1075), ("halves", 1150))
+"""What steps see, and the step where that ends; then they see whole clips."""
 TURNED = {"moving left": "moving right", "moving right": "moving left", "bouncing": "bouncing"}
 """What motions are when a clip is played backwards."""
 WEIGHTS = Path(__file__).parent / "denoiser.safetensors"
@@ -117,7 +117,7 @@ def make_encoder(vocabulary: int) -> T5EncoderModel:
 
 
 def make_transformer() -> LatteTransformer3DModel:
-    model = LatteTransformer3DModel(**{**TRANSFORMER, "norm_eps": 1e-6 * SHRUNK})
+    model = LatteTransformer3DModel(**TRANSFORMER)
     for block in (*model.transformer_blocks, *model.temporal_transformer_blocks):
         nn.init.zeros_(block.ff.net[2].weight)
         nn.init.zeros_(block.attn1.to_out[0].weight)
@@ -264,18 +264,47 @@ class Batch:
 
 
 def draw_batch(
-    data: dict[str, torch.Tensor], turnable: torch.Tensor, clips: int, rng: np.random.Generator
+    data: dict[str, torch.Tensor], clips: int, rng: np.random.Generator, phase: str
 ) -> Batch:
-    """Draw `clips` whole clips, or three times as many with three frames each."""
-    whole = clips > 0
-    count = clips if whole else -3 * clips
-    frames = np.arange(FRAMES) if whole else np.sort(rng.choice(FRAMES, 3, replace=False))
-    rows = torch.from_numpy(rng.integers(len(data["latents"]), size=count))
-    backwards = torch.from_numpy(rng.random(count) < 0.5) & turnable[data["scene"][rows]]
+    """Draw `clips` whole clips, or three times as many with three frames each.
+
+    Args:
+        phase: *parts* sees three frames of each clip; *ends* three of the last four, mostly of clips
+            that move left or right; *halves* one from the beginning, middle and end, of the same clips;
+            *whole* sees all frames.
+    """
+    frames, count = np.arange(FRAMES), clips if phase == "whole" else 3 * clips
+    rows = rng.integers(len(data["latents"]), size=count)
+    if phase == "parts":
+        frames = np.sort(rng.choice(FRAMES, 3, replace=False))
+    elif phase == "ends":
+        frames = np.sort(rng.choice(np.arange(FRAMES - 4, FRAMES), 3, replace=False))
+    elif phase == "halves":
+        frames = np.array([rng.integers(2), rng.integers(2, 7), FRAMES - 1 - rng.integers(2)])
+    if phase in ("ends", "halves"):
+        across = np.flatnonzero(data["across"].numpy())
+        rows = np.where(
+            rng.random(count) < 0.8, across[rng.integers(len(across), size=count)], rows
+        )
+    chosen = torch.from_numpy(rows)
+    backwards = torch.from_numpy(rng.random(count) < 0.5) & data["turnable"][chosen]
     seen = torch.from_numpy(frames)
     order = torch.where(backwards[:, None], FRAMES - 1 - seen, seen)
-    clean = data["latents"][rows[:, None], :, order].transpose(1, 2).float()
-    return Batch(clean, seen, data["scene"][rows].tolist(), backwards.tolist())
+    clean = data["latents"][chosen[:, None], :, order].transpose(1, 2).float()
+    return Batch(clean, seen, data["scene"][chosen].tolist(), backwards.tolist())
+
+
+def draw_timesteps(count: int, generator: torch.Generator, phase: str) -> torch.Tensor:
+    """Draw timesteps as the sampler's shift wants; elsewhere those where motions are decided."""
+    uniform = torch.rand(count, generator=generator)
+    if phase in ("ends", "halves"):
+        return (1000 - 250 * uniform).long().clamp(max=999)
+    return (1000 * SHIFT * uniform / (1 + (SHIFT - 1) * uniform)).long()
+
+
+def name_phase(step: int) -> str:
+    """Name what a step sees; the last phase has no end."""
+    return next((name for name, end in PHASES if step < end), "whole")
 
 
 def train(
@@ -291,14 +320,12 @@ def train(
     """Train up to `stop`, or to the end; return the mean loss of the last 50 steps at most.
 
     Args:
-        batch: whole clips in a step. In the first `PARTIAL` of the steps there are three times as many,
-            with three frames each.
+        batch: whole clips in a step, or a third of those with three frames each.
         weights: what to begin with, instead of fresh weights, if there's no checkpoint.
     """
     torch.manual_seed(seed)
     scenes = split_scenes()[0]
     captions = Captions(scenes)
-    turnable = find_turnable(scenes)
     models = make_models(captions.vocabulary)
     if weights:
         load_weights(models, weights)
@@ -308,6 +335,9 @@ def train(
     kept = {"model": models, "average": shadow}
     done, spent_s = restore(out / "denoiser.pt", kept, optimizers)
     data = prepare_latents(out, parts)
+    data["turnable"] = find_turnable(scenes)[data["scene"]]
+    across = torch.tensor(["moving" in scene.motion for scene in scenes])
+    data["across"] = across[data["scene"]]
     half = copy.deepcopy(models).to(torch.bfloat16)
     for module in half.modules():
         if isinstance(module, Attention):
@@ -316,9 +346,9 @@ def train(
     for step in range(done, stop or steps):
         rng = np.random.default_rng([seed, 3, step])
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        seen = draw_batch(data, turnable, -batch if step < PARTIAL * steps else batch, rng)
-        uniform = torch.rand(len(seen.clean), generator=generator)
-        timesteps = (1000 * SHIFT * uniform / (1 + (SHIFT - 1) * uniform)).long()
+        phase = name_phase(step)
+        seen = draw_batch(data, batch, rng, phase)
+        timesteps = draw_timesteps(len(seen.clean), generator, phase)
         share = (timesteps / 1000).view(-1, 1, 1, 1, 1)
         noise = torch.randn(seen.clean.shape, generator=generator)
         schedule(optimizers, step, steps)
