@@ -260,8 +260,8 @@ def draw(stored: dict[str, Any]) -> str:
         "Encoder: the text encoder overflows instead, through `generate` on a simulated T4; errors are "
         "mean differences, of 255; *none found*: no weights were found that make it overflow. No overflow: "
         "plain fp16 is finite with this call. *r*: repaired and reported. *b*: in bf16, as this "
-        "processor has it and no exponents were found. *m*: the median of three other seeds, as with the first "
-        "it was further from fp32 than bf16.",
+        "processor has it and the plan gave no exponents. *m*: the median of three other seeds, as "
+        "with the first it was further from fp32 than bf16.",
         "",
         *(
             f"- {way}: {', '.join(f'{n} {x}' for x, n in found.items())}."
