@@ -72,7 +72,7 @@ class CheckOptions(SourceOptions):
         typer.Argument(
             metavar="SOURCE",
             help="Hub id, Diffusers folder (configs are enough), weight file (.safetensors or "
-            ".gguf), or the bundled model shapes.",
+            ".gguf), or a bundled model: shapes, solids.",
         ),
     ]
     precision: Annotated[

@@ -148,7 +148,7 @@ SourceArgument = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
-        help="Hub id, Diffusers folder, single .safetensors file, or the bundled model shapes.",
+        help="Hub id, Diffusers folder, single .safetensors file, or a bundled model: shapes, solids.",
     ),
 ]
 PrecisionOption = Annotated[

@@ -59,11 +59,18 @@ if TYPE_CHECKING:
 DEFAULT_OUTPUT = "stopdown"
 """Default output name, without the suffix, which depends on the pipeline. Existing files are kept."""
 
-_BUNDLED_WORDS = re.compile(
-    "an?|on|of|across|video|moving|moves|background|red|green|blue|yellow|purple|white|circle|square"
-    "|triangle|cross|left|right|up|down|grey|pink|brown|cyan|beige"
-)
-"""All words of the captions in `training/scenes.py`."""
+_BUNDLED_WORDS = {
+    "shapes": re.compile(
+        "an?|on|of|across|video|moving|moves|background|red|green|blue|yellow|purple|white|circle"
+        "|square|triangle|cross|left|right|up|down|grey|pink|brown|cyan|beige"
+    ),
+    "solids": re.compile(
+        "an?|two|three|matte|shiny|metal|red|orange|yellow|green|blue|purple|(sphere|cube|cylinder"
+        "|cone|ring)s?|moving|left|right|bouncing|coming|closer|on|in|at|of|video|checkerboard|floor"
+        "|beach|meadow|lake|sunset"
+    ),
+}
+"""All words of each bundled model's captions, in `training/scenes.py` and `training/solids/scenes.py`."""
 
 
 @dataclass(frozen=True)
@@ -267,12 +274,13 @@ def generate(
 
 
 def list_unknown_words(source: Source, prompt: str | None) -> list[str]:
-    """List, in quotes, the words of a prompt that the bundled model was not trained on.
+    """List, in quotes, the words of a prompt that a bundled model was not trained on.
 
     Empty for any other model.
     """
-    words = re.findall(r"\w+", (prompt or "").lower()) if source.kind == "bundled" else ()
-    return [f'"{word}"' for word in dict.fromkeys(words) if not _BUNDLED_WORDS.fullmatch(word)]
+    known = _BUNDLED_WORDS.get(source.name) if source.kind == "bundled" else None
+    words = re.findall(r"\w+", (prompt or "").lower()) if known is not None else ()
+    return [f'"{x}"' for x in dict.fromkeys(words) if known is not None and not known.fullmatch(x)]
 
 
 def _find_source(run: _Run) -> Source:
