@@ -1,6 +1,7 @@
 """The README's picture: plain Diffusers beside `stopdown generate`, the same prompt and seed.
 
-`split.png` is one frame: plain Diffusers in fp16 on the left, Stopdown in fp16 on the right. Plain
+`split.png` is one frame: plain Diffusers in fp16 on the left, Stopdown in fp16 on the right.
+`bundled.png` has a clip of each bundled model, one a row. Plain
 Diffusers is called as its documentation does, and its frames are saved as it saves them. Stopdown is a
 command. Other scripts draw their rows of frames with `draw_contact_sheet`.
 
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import CogVideoXPipeline
+from diffusers import LattePipeline
 from PIL import Image, ImageDraw, ImageFont
 
 from stopdown.files.outputs import written_beside
@@ -112,7 +113,7 @@ def draw_split(left: Frames, right: Frames, path: Path, frame: int) -> Path:
         path: the png file.
         frame: which frame.
     """
-    width, height, head, foot = 480, 288, 50, 40  # the middle of the frame, as wide as a phone
+    width, height, head, foot = 480, 360, 50, 40  # the middle of the frame, as wide as a phone
     top = (width - height) // 2
     halves = [
         Image.fromarray(x[frame]).resize((width, width), Image.Resampling.BICUBIC)
@@ -134,7 +135,7 @@ def draw_split(left: Frames, right: Frames, path: Path, frame: int) -> Path:
 
 def run_diffusers(prompt: str, dtype: torch.dtype, options: argparse.Namespace) -> np.ndarray:
     """Frames `[T, H, W, 3]` uint8 of plain Diffusers."""
-    pipe = CogVideoXPipeline.from_pretrained(BUNDLED_FOLDER / "shapes", dtype=dtype)
+    pipe = LattePipeline.from_pretrained(BUNDLED_FOLDER / "solids", dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -142,7 +143,10 @@ def run_diffusers(prompt: str, dtype: torch.dtype, options: argparse.Namespace) 
             prompt,
             num_inference_steps=options.steps,
             guidance_scale=options.guidance,
-            max_sequence_length=16,
+            video_length=9,
+            height=96,
+            width=96,
+            clean_caption=False,
             generator=torch.Generator().manual_seed(options.seed),
         ).frames[0]
     for warning in caught:
@@ -151,11 +155,13 @@ def run_diffusers(prompt: str, dtype: torch.dtype, options: argparse.Namespace) 
     return np.stack([np.asarray(frame) for frame in video])
 
 
-def run_stopdown(prompt: str, options: argparse.Namespace, precision: str) -> np.ndarray:
+def run_stopdown(
+    prompt: str, options: argparse.Namespace, precision: str, model: str = "solids"
+) -> np.ndarray:
     """Frames `[T, H, W, 3]` uint8 of the command."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/frames/"
-        command = [sys.executable, "-m", "stopdown.app.cli", "generate", "shapes", prompt]
+        command = [sys.executable, "-m", "stopdown.app.cli", "generate", model, prompt]
         command += ["--steps", str(options.steps), "--seed", str(options.seed), "-o", out]
         command += ["--precision", precision, "--guidance", str(options.guidance)]
         subprocess.run(command, check=True)
@@ -164,16 +170,24 @@ def run_stopdown(prompt: str, options: argparse.Namespace, precision: str) -> np
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompt", default="a yellow circle moving left on a cyan background")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--guidance", type=float, default=4.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--frame", type=int, default=3, help="of the split picture")
+    parser.add_argument(
+        "--prompt", default="two shiny red spheres coming closer on a lake at sunset"
+    )
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--guidance", type=float, default=2.0)
+    parser.add_argument("--seed", type=int, default=2)
+    parser.add_argument("--frame", type=int, default=8, help="of the split picture")
     options = parser.parse_args()
     IMAGES.mkdir(parents=True, exist_ok=True)
     black = run_diffusers(options.prompt, torch.float16, options)
     made = run_stopdown(options.prompt, options, "fp16")
     print(draw_split(black, made, IMAGES / "split.png", options.frame))
+    of_shapes = argparse.Namespace(steps=20, guidance=4.0, seed=0)
+    other = run_stopdown(
+        "a yellow circle moving left on a cyan background", of_shapes, "fp16", "shapes"
+    )
+    rows = [("shapes, 64 x 64", other), ("solids, 96 x 96", made)]
+    print(draw_contact_sheet(rows, IMAGES / "bundled.png", columns=5, scale=1.5))
 
 
 if __name__ == "__main__":
