@@ -864,12 +864,17 @@ OUTCOMES = {
 
 def draw_signed(stored: dict[str, Any]) -> str:
     """The table, with where it comes from as its last line."""
+    return sign_table(draw(stored), RESULTS.stem)
+
+
+def sign_table(text: str, result: str) -> str:
+    """A table with a last line that says where it comes from, read from the stored result of that name."""
     sys.path.insert(0, str(ROOT / "docs"))
     try:
         figures = importlib.import_module("figures")
     finally:
         sys.path.remove(str(ROOT / "docs"))
-    return str(figures.sign(draw(stored), RESULTS.stem))
+    return str(figures.sign(text, result))
 
 
 def draw(stored: dict[str, Any]) -> str:

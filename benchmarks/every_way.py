@@ -14,7 +14,6 @@ precision flag.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import statistics
 import sys
@@ -42,6 +41,7 @@ from every_pipeline import (
     noise_of_fp32,
     save,
     shorten,
+    sign_table,
     warm_up,
 )
 from every_pipeline import load as load_pipelines
@@ -322,12 +322,7 @@ def load() -> dict[str, Any]:
 
 def draw_signed(stored: dict[str, Any]) -> str:
     """Draw the table, with where it comes from as its last line."""
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        figures = importlib.import_module("figures")
-    finally:
-        sys.path.remove(str(ROOT / "docs"))
-    return str(figures.sign(draw(stored), RESULTS.stem))
+    return sign_table(draw(stored), RESULTS.stem)
 
 
 def write(stored: dict[str, Any]) -> None:

@@ -279,8 +279,10 @@ def list_unknown_words(source: Source, prompt: str | None) -> list[str]:
     Empty for any other model.
     """
     known = _BUNDLED_WORDS.get(source.name) if source.kind == "bundled" else None
-    words = re.findall(r"\w+", (prompt or "").lower()) if known is not None else ()
-    return [f'"{x}"' for x in dict.fromkeys(words) if known is not None and not known.fullmatch(x)]
+    if known is None:
+        return []
+    words = dict.fromkeys(re.findall(r"\w+", (prompt or "").lower()))
+    return [f'"{word}"' for word in words if not known.fullmatch(word)]
 
 
 def _find_source(run: _Run) -> Source:

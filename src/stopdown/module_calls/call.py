@@ -114,9 +114,10 @@ class ComponentCall:
         came_as = self.came_as
 
         def keeps(name: str) -> bool:
-            floats = [x for x in iterate_tensors(self.named.get(name)) if x.is_floating_point()]
-            is_widened = dtype == torch.float32 and all(x.dtype in HALVES for x in floats)
-            return name in leaves or (self.keeps(name) and not is_widened)
+            if name in leaves or not self.keeps(name):
+                return name in leaves
+            floats = (x for x in iterate_tensors(self.named.get(name)) if x.is_floating_point())
+            return dtype != torch.float32 or any(x.dtype not in HALVES for x in floats)
 
         with _casting_objects((self.args, self.kwargs), dtype):
             output = self.proceed_with(functools.partial(_cast, dtype=dtype), keeps)
