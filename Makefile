@@ -14,8 +14,8 @@ unexport PYTHONDONTWRITEBYTECODE # the tests start many processes, which would c
 
 demo: $(VENV)/installed
 	@mkdir -p $(OUT)
-	$(BIN)/stopdown generate shapes "a red circle moving left on a grey background" \
-		--steps 20 --force -o $(OUT)/demo.mp4
+	$(BIN)/stopdown generate solids "two shiny red spheres coming closer on a lake at sunset" \
+		--force -o $(OUT)/demo.mp4
 
 test: $(VENV)/installed-dev # what takes less than a second, a few that take more, and all of what the diff touches
 	$(TESTS) -m "not thorough and not slow and not trained"

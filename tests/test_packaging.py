@@ -91,10 +91,9 @@ def test_the_wheel_runs_in_an_empty_environment(built: Path, tmp_path: Path) -> 
     installed = Path(_run(python, "-c", code, cwd=tmp_path).strip())
     assert tmp_path in installed.parents
     assert _list_files(installed) == _list_files(ROOT / "src" / "stopdown")
-    command = (python.parent / "stopdown", "generate", "shapes", "a red circle moving left")
-    sizes = (*("--steps", "1", "--frames", "9"), *("--height", "32", "--width", "32"))
-    _run(*command, *sizes, "-o", "circle.mp4", cwd=tmp_path)
-    assert (tmp_path / "circle.mp4").stat().st_size > 1000
+    command = (python.parent / "stopdown", "generate", "solids", "two red spheres")
+    _run(*command, "--steps", "1", "-o", "spheres.mp4", cwd=tmp_path)
+    assert (tmp_path / "spheres.mp4").stat().st_size > 1000
 
 
 @pytest.mark.slow

@@ -130,6 +130,9 @@ def test_no_command_shows_a_wrong_picture() -> None:
     few = [x for x in shown if (found := re.search(r"--steps (\d+)", x)) and int(found[1]) < 20]
     assert few == []
     assert any("--steps 20" in command for command in shown)
+    others = [command for command, code in RUNS if code == 0 and "solids" in command]
+    assert others
+    assert not any("--steps" in x or "--guidance" in x for x in others)  # its own are right
 
 
 @pytest.mark.default_rows(1)

@@ -27,6 +27,7 @@ from stopdown.pipelines.requests import (
     find_frames,
     find_own_frames,
     list_needed_arguments,
+    list_own_arguments,
     name_pipeline_arguments,
     refuse_missing_prompt,
     say_what_to_change,
@@ -286,6 +287,16 @@ def test_frames_of_latte_are_those_of_its_positions() -> None:
     asked = build_arguments(pipe, dataclasses.replace(request, frames=1))
     assert asked["video_length"] == find_frames(pipe, asked) == 1
     assert make_arguments(pipe)["video_length"] == 3
+
+
+def test_a_config_recommends_only_numbers_that_the_call_takes() -> None:
+    """Text, lists and names that the pipeline's call lacks are left out, as is what is no table."""
+    pipe = make_latte(video_length=3)
+    told = {"eta": 0.5, "height": "64", "prompt": "a cat", "timesteps": [1], "colour": 3}
+    pipe.transformer.register_to_config(_recommended_call=told)
+    assert list_own_arguments(pipe) == {"eta": 0.5, "video_length": 3}
+    pipe.transformer.register_to_config(_recommended_call=["eta"])
+    assert list_own_arguments(pipe) == {"video_length": 3}
 
 
 def test_frames_of_allegro_are_those_of_its_latents() -> None:

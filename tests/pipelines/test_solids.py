@@ -10,10 +10,14 @@ import pytest
 import torch
 
 import stopdown
+from solids import finish
 from solids.checker import read_clip
 from solids.scenes import TEMPLATES, all_scenes, split_scenes
-from stopdown.app.generate_command import list_unknown_words
+from stopdown.app.generate_command import BUNDLED_WORDS, list_unknown_words
 from stopdown.numerics import relative_l2
+from stopdown.pipelines.dry_run import make_arguments
+from stopdown.pipelines.requests import Request, build_arguments, find_steps, list_own_sides
+from stopdown.pipelines.skeletons import build_skeleton
 from stopdown.sources.sources import BUNDLED_FOLDER, resolve_source
 
 SOLIDS = BUNDLED_FOLDER / "solids"
@@ -71,6 +75,21 @@ def test_each_word_of_its_captions_is_known() -> None:
     captions = [x.caption(template) for x in all_scenes()[::7] for template in TEMPLATES]
     assert [found for x in captions if (found := list_unknown_words(source, x))] == []
     assert list_unknown_words(source, "two shiny cats on a beach") == ['"cats"']
+    for name, (_, _, example) in BUNDLED_WORDS.items():
+        assert list_unknown_words(resolve_source(name), example) == []
+
+
+def test_it_is_called_as_it_was_scored() -> None:
+    """Steps, guidance and captions that aren't cleaned are the model's own; what a user asks for wins."""
+    pipe = build_skeleton(resolve_source("solids"), {})
+    own = finish.RECOMMENDED_CALL
+    assert own.items() <= build_arguments(pipe, Request("a ring")).items()
+    assert own.items() <= make_arguments(pipe).items()
+    assert list_own_sides(pipe, Request("a ring")) == {}  # so that no size is announced
+    assert find_steps(pipe, {}) == 8
+    asked = build_arguments(pipe, Request("a ring", steps=3, guidance=5.0))
+    assert (asked["num_inference_steps"], asked["guidance_scale"]) == (3, 5.0)
+    assert find_steps(pipe, asked) == 3
 
 
 def test_it_is_small() -> None:

@@ -29,6 +29,15 @@ EXPONENTS = {
     "vae.decode": 8,
 }
 
+RECOMMENDED_CALL = {
+    "clean_caption": False,  # cleaning needs Beautiful Soup
+    "guidance_scale": 2.0,
+    "height": SIDE,
+    "num_inference_steps": 8,
+    "width": SIDE,
+}
+"""What it was scored with. Stopdown reads it from the transformer's config."""
+
 
 def inflate_transformer(model: nn.Module, text: int, branches: int) -> None:
     """Inflate a Latte transformer's text projection by `text`, and what its branches add by `branches`.
@@ -108,6 +117,7 @@ def main() -> None:
     for part in parts:
         part.to(torch.bfloat16)
     pipe.vae.to(memory_format=torch.contiguous_format)
+    pipe.transformer.register_to_config(_recommended_call=RECOMMENDED_CALL)
     pipe.save_pretrained(options.out)
     size = sum(path.stat().st_size for path in options.out.rglob("*") if path.is_file())
     print(json.dumps({"saved_bytes": size}), flush=True)

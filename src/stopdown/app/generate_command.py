@@ -59,18 +59,28 @@ if TYPE_CHECKING:
 DEFAULT_OUTPUT = "stopdown"
 """Default output name, without the suffix, which depends on the pipeline. Existing files are kept."""
 
-_BUNDLED_WORDS = {
-    "shapes": re.compile(
-        "an?|on|of|across|video|moving|moves|background|red|green|blue|yellow|purple|white|circle"
-        "|square|triangle|cross|left|right|up|down|grey|pink|brown|cyan|beige"
+BUNDLED_WORDS = {
+    "shapes": (
+        re.compile(
+            "an?|on|of|across|video|moving|moves|background|red|green|blue|yellow|purple|white|circle"
+            "|square|triangle|cross|left|right|up|down|grey|pink|brown|cyan|beige"
+        ),
+        "one coloured shape that moves",
+        "a red circle moving left on a grey background",
     ),
-    "solids": re.compile(
-        "an?|two|three|matte|shiny|metal|red|orange|yellow|green|blue|purple|(sphere|cube|cylinder"
-        "|cone|ring)s?|moving|left|right|bouncing|coming|closer|on|in|at|of|video|checkerboard|floor"
-        "|beach|meadow|lake|sunset"
+    "solids": (
+        re.compile(
+            "an?|two|three|matte|shiny|metal|red|orange|yellow|green|blue|purple|(sphere|cube|cylinder"
+            "|cone|ring)s?|moving|left|right|bouncing|coming|closer|on|in|at|of|video|checkerboard"
+            "|floor|beach|meadow|lake|sunset"
+        ),
+        "one to three solids that move through a landscape",
+        "two shiny red spheres coming closer on a lake at sunset",
     ),
 }
-"""All words of each bundled model's captions, in `training/scenes.py` and `training/solids/scenes.py`."""
+"""All words of each bundled model's captions, what it draws, and a prompt. The captions are made in
+`training/scenes.py` and `training/solids/scenes.py`.
+"""
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ class GenerateOptions(RunOptions, ModelOptions):
 
     Examples:
       stopdown generate zai-org/CogVideoX-5b "a girl riding a bike"
-      stopdown generate shapes "a red circle moving left on a grey background"
+      stopdown generate solids "two shiny red spheres coming closer on a lake at sunset"
       stopdown generate shapes "a red circle" --precision fp16 -o circle.mp4
     """
 
@@ -252,9 +262,10 @@ def generate(
     if is_first:
         refuse_missing_prompt(source.pipeline_class, source.components, run.request)
         if unknown := list_unknown_words(source, options.prompt):
+            _, drawn, example = BUNDLED_WORDS[source.name]
             run.display.inform(
-                f"The demo model {source.name} doesn't know {list_all(unknown)}. It draws one coloured "
-                'shape that moves. For example: "a red circle moving left on a grey background".'
+                f"The demo model {source.name} doesn't know {list_all(unknown)}. It draws {drawn}. "
+                f'For example: "{example}".'
             )
         load_libraries(run.display)
     run.display.detail(f"{options.source} is {source.path}. {run.device.reason}")
@@ -278,9 +289,9 @@ def list_unknown_words(source: Source, prompt: str | None) -> list[str]:
 
     Empty for any other model.
     """
-    known = _BUNDLED_WORDS.get(source.name) if source.kind == "bundled" else None
-    if known is None:
+    if source.kind != "bundled" or source.name not in BUNDLED_WORDS:
         return []
+    known, *_ = BUNDLED_WORDS[source.name]
     words = dict.fromkeys(re.findall(r"\w+", (prompt or "").lower()))
     return [f'"{word}"' for word in words if not known.fullmatch(word)]
 

@@ -33,7 +33,7 @@ from stopdown.module_calls.call import map_tensors
 from stopdown.module_calls.callee import Callee
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.allowed_sizes import choose_own_sides, find_own_sides
-from stopdown.pipelines.requests import PROMPTS, list_needed_arguments, list_own_frames
+from stopdown.pipelines.requests import PROMPTS, list_needed_arguments, list_own_arguments
 from stopdown.pipelines.skeletons import copy_empty_module
 from stopdown.scaling import ComponentCall, Rank, intercept
 from stopdown.sources.library_messages import quiet_libraries
@@ -370,7 +370,7 @@ def _add_pictures(
 def make_arguments(pipe: Any) -> dict[str, Any]:
     """Make up arguments for a minimal call of a pipeline, at its default size if that suits its configs."""
     taken = inspect.signature(type(pipe).__call__).parameters
-    arguments: dict[str, Any] = {**choose_own_sides(pipe), **list_own_frames(pipe)}
+    arguments: dict[str, Any] = {**choose_own_sides(pipe), **list_own_arguments(pipe)}
     if "prompt" in taken:
         arguments["prompt"] = PROMPTS[0]
     from PIL import Image  # Diffusers brings it

@@ -478,7 +478,7 @@ def build_arguments(pipe: Any, request: Request) -> dict[str, Any]:
     """
     taken = inspect.signature(type(pipe).__call__).parameters
     arguments = name_pipeline_arguments(type(pipe), request)
-    arguments = {**list_own_sides(pipe, request), **list_own_frames(pipe), **arguments}
+    arguments = {**list_own_arguments(pipe), **list_own_sides(pipe, request), **arguments}
     arguments |= _prepare_media(arguments, request)
     if type(pipe).__name__.startswith(_NEEDS_NEGATIVE):
         arguments.setdefault("negative_prompt", "")
@@ -508,21 +508,28 @@ def _match_tensor(parameter: inspect.Parameter | None, value: Any) -> Any:
 def list_own_sides(pipe: Any, request: Request) -> dict[str, int]:
     """Return the height and width to add to a request without them; empty if the default suits.
 
-    See `choose_own_sides`.
+    See `choose_own_sides`. A size that the model's config recommends is not among them.
     """
+    if {"height", "width"} <= list_own_arguments(pipe).keys():
+        return {}
     asked = (request.height, request.width, *map(request.arguments.get, ("height", "width")))
     return {} if any(side is not None for side in asked) else choose_own_sides(pipe)
 
 
-def list_own_frames(pipe: Any) -> dict[str, int]:
-    """Return Latte's `video_length`, the only length of a video that its transformer has positions for.
+def list_own_arguments(pipe: Any) -> dict[str, bool | float]:
+    """Return the arguments that a transformer's config sets for a pipeline call that leaves them out.
 
-    The pipeline's default is 16, whatever the config says.
+    - Latte's `video_length`, the only length of a video that its transformer has positions for. The
+      pipeline's default is 16, whatever the config says.
+    - The numbers and switches of `_recommended_call`, by the pipeline's names. `solids` has one. Names with
+      an underscore in front are ignored by Diffusers.
     """
-    config = getattr(getattr(pipe, "transformer", None), "config", None)
-    count = getattr(config, "video_length", None)
+    config = getattr(getattr(pipe, "transformer", None), "config", None) or {}
+    told = config.get("_recommended_call")
+    own = {**told} if isinstance(told, Mapping) else {}
+    own["video_length"] = config.get("video_length") or None
     taken = inspect.signature(type(pipe).__call__).parameters
-    return {"video_length": count} if count and "video_length" in taken else {}
+    return {name: x for name, x in own.items() if name in taken and isinstance(x, (int, float))}
 
 
 def _is_in_media(name: str, request: Request) -> bool:
@@ -726,7 +733,7 @@ def find_frames(pipe: Any, arguments: dict[str, Any]) -> int:
     parameters = inspect.signature(type(pipe).__call__).parameters
     for name in _NAMES["frames"]:
         if name in parameters:
-            default = list_own_frames(pipe).get(name) or parameters[name].default
+            default = list_own_arguments(pipe).get(name) or parameters[name].default
             asked = arguments.get(name) or default
             return int(asked or find_own_frames(pipe) or 2)
     return 1
@@ -747,5 +754,6 @@ def find_steps(pipe: Any, arguments: dict[str, Any]) -> int:
     parameters = inspect.signature(type(pipe).__call__).parameters
     for name in _NAMES["steps"]:
         if name in parameters:
-            return int(arguments.get(name) or parameters[name].default or 1)
+            own = list_own_arguments(pipe).get(name)
+            return int(arguments.get(name) or own or parameters[name].default or 1)
     return 1

@@ -249,8 +249,8 @@ def make_frames(
     sides = list_own_sides(loaded.pipe, request)
     if sides and settings.announce is not None:
         settings.announce(
-            f"{sides['height']}x{sides['width']} is made, the size of the model's configs: the default of "
-            f"{type(loaded.pipe).__name__} is far from it. Set height and width for another size."
+            f"The result is {sides['width']}x{sides['height']} pixels, the size in the model's config. For "
+            "another size, set width and height."
         )
     choose_format(output, count_frames(loaded.pipe, arguments))
     loaded.pipe.set_progress_bar_config(disable=True)
