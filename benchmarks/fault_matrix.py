@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from models.fault_cases import (  # noqa: E402 (the path is set above)
+    NOISE_LEVEL,
     STEPS,
     Case,
     check,
@@ -55,6 +56,11 @@ from stopdown.scaling.folding.folds import cast_, fold_scaling  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 JSON_FILE, TABLE_FILE = RESULTS / "fault_matrix.json", RESULTS / "fault_matrix.md"
 
+MOST_BEYOND_PLANNED = 1.1
+"""Factor by which a repaired run may be further from fp32 than one that was planned in advance, where
+fp16 itself is beyond `NOISE_LEVEL`: a tiny Wan whose encoder overflows is at 0.0020 or 0.0057, by the
+processor's kernels."""
+
 
 def measure_case(case: Case) -> dict[str, Any]:
     """One row: what the guard did, and whether the same check fails with the detector off."""
@@ -63,6 +69,9 @@ def measure_case(case: Case) -> dict[str, Any]:
     guarded_s = time.perf_counter() - begun
     repair = next(iter(outcome.repairs), None)
     switched_off = run_case(case, watching=False)
+    is_mended = case.lasting and case.kind in ("range", "clamp")
+    planned = finite(measure_planned(case)) if is_mended else None
+    noise = max(NOISE_LEVEL, MOST_BEYOND_PLANNED * (planned or 0.0))
     row: dict[str, Any] = {
         "case": str(case),
         "pipeline": case.pipeline,
@@ -71,8 +80,8 @@ def measure_case(case: Case) -> dict[str, Any]:
         "moment": case.moment,
         "scheduler": case.scheduler,
         "lasting": case.lasting,
-        "passes": passes(case, outcome),
-        "passes_switched_off": passes(case, switched_off),
+        "passes": passes(case, outcome, noise),
+        "passes_switched_off": passes(case, switched_off, noise),
         "faults": len(outcome.repairs),
         "rmse": finite(outcome.rmse),
         "rmse_switched_off": finite(switched_off.rmse),
@@ -86,8 +95,8 @@ def measure_case(case: Case) -> dict[str, Any]:
             "replays": sum(found.replays for found in outcome.repairs),
             "tried": list(repair.tried),
         }
-    if case.lasting and case.kind in ("range", "clamp"):
-        row["rmse_planned"] = finite(measure_planned(case))
+    if is_mended:
+        row["rmse_planned"] = planned
     return row
 
 
@@ -96,10 +105,10 @@ def finite(value: float) -> float | None:
     return value if np.isfinite(value) else None
 
 
-def passes(case: Case, outcome: Any) -> bool:
+def passes(case: Case, outcome: Any, noise: float) -> bool:
     """Whether what came of a case is what must."""
     try:
-        check(case, outcome)
+        check(case, outcome, noise)
     except (AssertionError, ValueError):
         return False
     return True
