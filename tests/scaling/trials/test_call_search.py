@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from models.rescaling_models import make_example
-from stopdown.errors import ScalingError
+from stopdown.errors import InputError, ScalingError
 from stopdown.scaling.rescale import rescale_
 from stopdown.scaling.trials import call_search, measurement
 from stopdown.scaling.trials.call_search import plan_stream, scale_calls
@@ -27,6 +27,16 @@ class RefusingHalf(nn.Module):
         if type(x) is torch.Tensor and x.dtype == torch.float16:  # a capture's isn't one
             raise RuntimeError("expected m1 and m2 to have the same dtype")
         return self.out(self.norm(self.embed(x)))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "said"), [([], "no calls"), ([[]], "a group without calls"), ((), "no calls")]
+)
+@pytest.mark.parametrize("options", [{}, {"residual": "fp32"}, {"ranges": "bound"}])
+def test_without_calls_there_is_one_error(kinds: Any, said: str, options: Any) -> None:
+    """It says what was missing, whatever else was asked."""
+    with pytest.raises(InputError, match=f"scale_calls was given {said}. Exponents are found for"):
+        scale_calls(nn.Linear(2, 2), kinds, **options)
 
 
 @pytest.mark.parametrize("residual", ["native", "fp32"])

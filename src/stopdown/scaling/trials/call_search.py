@@ -13,7 +13,7 @@ from functools import cached_property, partial
 
 import torch
 
-from stopdown.errors import CaptureError, ScalingError, TrialError
+from stopdown.errors import CaptureError, InputError, ScalingError, TrialError
 from stopdown.module_calls.call import PlainCall
 from stopdown.scaling.exponents.problem import MeasuredCall, Statements
 from stopdown.scaling.trials.bounded_search import scale_by_bounds
@@ -60,6 +60,7 @@ def scale_calls(
     Source: an integer program, which HiGHS solves through `scipy.optimize.milp`.
 
     Raises:
+        InputError: if there is no group, or one without calls.
         CaptureError: if the code can't be traced, and hooks don't suffice either.
         ScalingError: if there are no exponents, they are not exact, or the module doesn't run with
             them.
@@ -76,6 +77,12 @@ def scale_calls(
         >>> scaling.exponents, float(linear.weight.max())  # found, not folded
         ({'0.weight': -7}, 100000.0)
     """
+    if not (kinds and all(kinds)):
+        raise InputError(
+            f"scale_calls was given {'a group without calls' if kinds else 'no calls'}.",
+            expected="Exponents are found for calls, and hold for calls of the same graph.",
+            remedy="Give each group a call: [[(module, args, kwargs)]].",
+        )
     search = _CallSearch(module, kinds, ranges, verify)
     return take_first(search.list_strategies(residual), left=search.left)
 
