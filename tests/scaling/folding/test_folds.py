@@ -11,13 +11,15 @@ from torch import nn
 
 from models.encoder_models import MASKS, make_call
 from models.hidden_state_calls import FAMILIES, call_encoder, make_wide_encoder, measure_errors
+from models.snapshots import assert_untouched
+from stopdown.errors import ScalingError
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.call_interception import put_cast
 from stopdown.module_calls.callee import Callee
 from stopdown.numerics import HIDDEN_IN_FP16, cast_mask, relative_l2
-from stopdown.scaling.folding.folds import cast_
+from stopdown.scaling.folding.folds import cast_, load_scaled
 from stopdown.scaling.rescale import rescale_
-from stopdown.scaling_records import ResidualStream, Scaling
+from stopdown.scaling_records import Operands, ResidualStream, Scaling
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -102,3 +104,25 @@ def test_encoders_with_additive_masks_are_right_however_they_are_padded(name: st
         wanted = call_encoder(wide, given)
         bf16 = measure_errors(call_encoder(copy.deepcopy(wide).bfloat16(), given), wanted)
         assert measure_errors(call_encoder(module, given), wanted) <= bf16, mask
+
+
+MISSING: dict[str, dict[str, Any]] = {
+    "exponent": {"exponents": {"0.weight": -3, "absent.weight": -3}},
+    "multiply": {"exponents": {"0.weight": -3}, "multiplies": {"0": 3, "absent": 3}},
+    "eps": {"exponents": {"0.weight": -3}, "eps": {"absent.eps": 2}},
+    "fp32 module": {"exponents": {"0.weight": -3}, "fp32_modules": ("0", "absent")},
+    "cast input": {"operands": Operands(cast_inputs=("0", "absent"))},
+    "stream": {"multiplies": {"0": 3}, "stream": ResidualStream(("0",), ("absent",))},
+    "end of a stream": {"stream": ResidualStream((), (), cast_output_down=("absent",))},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "put"),
+    [*((kind, load_scaled) for kind in MISSING), *((kind, cast_) for kind in [*MISSING][3:])],
+)
+def test_a_scaling_with_a_name_that_is_missing_changes_nothing(kind: str, put: Any) -> None:
+    """The name is said; weights, dtypes and hooks are as they were."""
+    module, scaling = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), Scaling(**MISSING[kind])
+    with assert_untouched(module), pytest.raises(ScalingError, match=r"Sequential has no .*absent"):
+        put(module, torch.float16, scaling)

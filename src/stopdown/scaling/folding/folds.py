@@ -172,8 +172,7 @@ def load_scaled(
         `dtype`.
 
     Raises:
-        ScalingError: if the module lacks a name in the scaling. Weights may be cast already, so check a
-            scaling from elsewhere with `list_misfits` first.
+        ScalingError: if the module lacks a name in the scaling. Nothing was changed.
 
     Cost: one more weight in memory.
 
@@ -184,6 +183,7 @@ def load_scaled(
         >>> module.weight[0, 0]
         tensor(12496., dtype=torch.float16)
     """
+    _refuse_missing(module, scaling)
     folds = {id(x): found for x, found in locate_folds(module, scaling.exponents)}
     patches = Patches()
     patches.defer(partial(_unfold, module, scaling.exponents))
@@ -549,6 +549,7 @@ def _cast_parts(
     patches: Patches,
     cast_weight: Callable[[torch.Tensor, torch.dtype], None],
 ) -> None:
+    _refuse_missing(module, given)
     fp32_modules, named, stream = given.fp32_modules, given.kept_buffers, given.stream
     kept = find_kept_buffers(module) if named is None else frozenset(named)
     wide = frozenset(given.operands.fp32_parameters)
@@ -575,6 +576,16 @@ def _cast_parts(
             hook = _narrow_outputs if path else _narrow_what_fits
             staying = frozenset[int]() if path else wide_outputs
             _hook_output(module, path, partial(hook, staying, dtype), patches)
+
+
+def _refuse_missing(module: torch.nn.Module, scaling: Scaling) -> None:
+    """Raise a `ScalingError` if a module lacks one of the modules that a scaling's casts are for."""
+    stream, paths = scaling.stream, (*scaling.fp32_modules, *scaling.operands.cast_inputs)
+    if stream is not None:
+        paths += stream.cast_output_up + stream.cast_input_down
+        paths += stream.cast_input_up + stream.cast_output_down
+    for path in paths:
+        _find_module(module, path)
 
 
 def restrict_scaling(scaling: Scaling, path: str) -> Scaling:
