@@ -365,23 +365,19 @@ class Component:
         """Report a text to the user once for this component."""
         self.log.report_once(self.name, text, text)
 
-    def _answer_refusal(self, refusal: Refusal) -> bool:
-        """Apply a repair for a call that the exponents don't hold for.
+    def _answer_refusal(self, refusal: Refusal) -> None:
+        """Apply a repair for a call that the exponents don't hold for, if there is one.
 
         The remedies are exponents for this kind of call and the earlier ones, if need be with an fp32
         residual stream, a cast, or the original model if `hands_back`.
-
-        Returns:
-            Whether the call can be made now.
         """
         known = self.calibration
         may_repair = not refusal.path and known.may_repair and count_processes() == 1
         if may_repair and self._repair_signature(refusal):
-            return True
+            return
         if known.hands_back:
             self.put_on(())
             self.log.keep(_describe_handing_back(self.name, refusal))
-        return known.hands_back
 
     def _repair_signature(self, refusal: Refusal) -> bool:
         before, is_streamed = self.applied, False

@@ -97,12 +97,10 @@ class Refusal:
         >>> from stopdown.module_calls.callee import Callee
         >>> module = torch.nn.Linear(4, 4)
         >>> call = ComponentCall(Callee("denoiser", module, "forward", "denoise"), (torch.ones(1, 4),))
-        >>> def repair(refusal):  # for `WatchOptions`: take the exponents off, and let the call run
+        >>> def repair(refusal):  # for `WatchOptions`, which would take the exponents off
         ...     print(refusal.call.callee.name, refusal.what)
-        ...     return True
         >>> repair(Refusal(call, "its code changed", is_traceable=True))
         denoiser its code changed
-        True
     """
 
     call: ComponentCall
@@ -111,8 +109,8 @@ class Refusal:
     path: str = ""
 
 
-Repair = Callable[[Refusal], bool]
-"""Replaces or removes the module's exponents so that a refused call is right; returns whether it did."""
+Repair = Callable[[Refusal], None]
+"""Replaces or removes the module's exponents so that a refused call is right, or leaves them."""
 
 
 _WATCH = "stopdown_call_watch"
@@ -135,8 +133,8 @@ class WatchOptions:
 
     Attributes:
         name: component name in messages; "" for the module's class.
-        repair: receives a `Refusal`, replaces or removes the module's exponents, and returns whether it
-            did; the call is then made again. None to raise a `ScalingError` instead.
+        repair: receives a `Refusal`, and replaces or removes the module's exponents: then the call is made
+            again. If it leaves them, or is None, a `ScalingError` is raised.
         announce: receives each message for the user once.
         remedy: what a user can do about refused calls.
 
