@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import hmac
 import json
 import resource
 import shutil
@@ -53,7 +54,7 @@ from stopdown.records import (
     to_json,
 )
 from stopdown.runtime import journal
-from stopdown.runtime.journal_values import PackingError, pack
+from stopdown.runtime.journal_values import PackingError, pack, unpack
 from stopdown.sources.headers import (
     DamagedFileError,
     find_missing_shards,
@@ -97,16 +98,22 @@ def encode(tree: Any) -> bytes:
     return json.dumps(tree).encode()
 
 
-def split_sealed(name: str, part: str | None = None) -> Callable[[bytes], Any]:
+def split_sealed(name: str) -> Callable[[bytes], Any]:
     """As `split_json`, with a checksum under this name that fits what is written."""
 
     def seal(tree: Any) -> bytes:
         with contextlib.suppress(Exception):  # what cannot be sealed is read without
-            content = tree[part] if part else {**tree, name: ""}
-            tree = {**tree, name: hashlib.sha256(msgspec.json.encode(content)).hexdigest()}
+            content = msgspec.json.encode({**tree, name: ""})
+            tree = {**tree, name: hashlib.sha256(content).hexdigest()}
         return encode(tree)
 
     return lambda content: (json.loads(content), seal)
+
+
+def split_head(content: bytes) -> tuple[Any, Callable[[Any], bytes]]:
+    """What a journal says of its run, and the file that says something else."""
+    version = journal._VERSION
+    return unpack(content, purpose=version), lambda tree: pack(tree, version)
 
 
 def split_header(content: bytes) -> tuple[Any, Callable[[Any], bytes]]:
@@ -197,8 +204,13 @@ def make_header(folder: Path) -> Path:
 
 def make_head(folder: Path) -> Path:
     head = {"prompt": "a ball", "seed": 3, "versions": {"torch": "2"}, "precision": ["fp16"]}
-    sealed = {"journal": journal._SCHEMA, "sha256": journal._digest_head(head), "run": head}
-    return write("journal/journal.json", lambda: encode(sealed))(mkdir(folder, "journal"))
+    content = pack(head, journal._VERSION)
+    return write("journal/run.journal", lambda: content)(mkdir(folder, "journal"))
+
+
+def seal(content: bytes, purpose: str) -> bytes:
+    """The content of a journal's file with another checksum, which fits."""
+    return content[:-32] + hmac.digest(purpose.encode(), content[:-32], "sha256")
 
 
 def mkdir(folder: Path, name: str) -> Path:
@@ -207,6 +219,7 @@ def mkdir(folder: Path, name: str) -> Path:
 
 
 def read_head(path: Path) -> None:
+    path.write_bytes(seal(path.read_bytes(), journal._VERSION))
     with journal.Journal(path.parent, {"prompt": "a ball"}):
         pass
 
@@ -218,19 +231,13 @@ def make_call(folder: Path) -> Path:
         {"x": [1, None, "y"]},
         DecoderOutput(sample=torch.ones(2)),
     )
-    entry = journal._Entry("call", output, {0: torch.zeros(4, dtype=torch.uint8)}, repaired=False)
-    return write("call.pt", lambda: pack(vars(entry)))(folder)
+    answer = output, {0: torch.zeros(4, dtype=torch.uint8)}, False
+    return write("call.pt", lambda: pack(answer))(folder)
 
 
 def read_call(path: Path) -> None:
-    """As a journal does, under the name that fits the bytes."""
-    content = path.read_bytes()
-    named = path.with_name(f"000000-vae.{hashlib.sha256(content).hexdigest()}.pt")
-    named.write_bytes(content)
-    try:
-        journal._load_entry(named)
-    finally:
-        named.unlink()
+    """As a journal does, under a checksum that fits the bytes."""
+    unpack(seal(path.read_bytes(), ""), journal._Answer)
 
 
 @functools.cache
@@ -298,7 +305,7 @@ READERS = {
     ),
     "report of a run": Reader(write("run.json", lambda: to_json(RUN)), read_report, split_json),
     "report of a comparison": Reader(write("page.html.json", comparison), read_report, split_json),
-    "journal": Reader(make_head, read_head, split_sealed("sha256", "run")),
+    "journal": Reader(make_head, read_head, split_head),
     "call of a journal": Reader(make_call, read_call),
     "profile": Reader(write("mine.toml", write_profile), read_profile),
     "prompts": Reader(write("prompts.txt", lambda: "a ball\n\na caf\u00e9\n" * 20), read_prompts),

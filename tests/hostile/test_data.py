@@ -656,11 +656,11 @@ def test_names_and_prompts_that_are_no_text(row: Attack, tmp_path: Path) -> None
 # Journals
 
 JOURNALS: dict[str, tuple[Damage, int, str]] = {
-    "a cut head": (write(b'{"journal": 2, "sha'), 0, ""),
+    "a cut head": (write(b"PK"), 0, ""),
     "a pipe as head": (
         lambda path: os.mkfifo(path),
         2,
-        "The folder {folder}/journal is not a journal: it contains journal.json.",
+        "The folder {folder}/journal is not a journal: it contains run.journal.",
     ),
 }
 
@@ -669,7 +669,7 @@ def take_journal(name: str, make: Damage, code: int, message: str) -> Attack:
     def build(folder: Path) -> list[str]:
         model = copy_tiny(folder)
         (folder / "journal").mkdir()
-        make(folder / "journal" / "journal.json")
+        make(folder / "journal" / "run.journal")
         options = [
             "--steps",
             "1",

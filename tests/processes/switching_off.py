@@ -12,8 +12,8 @@ import contextlib
 import functools
 import importlib
 import os
-import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,15 +38,9 @@ def name_nobody(own: Any) -> Any:
     return lambda *given: (Culprit("unknown"), given[2]())
 
 
-def believe_names(compute: Any) -> Any:
-    """Each file of a journal has the checksum that its name says."""
-
-    def digest(content: bytes) -> str:
-        caller = sys._getframe(1)
-        is_check = caller.f_code.co_name == "_load_entry"
-        return str(caller.f_locals["matched"][2]) if is_check else compute(content)
-
-    return digest
+def fit_all(purpose: bytes, content: bytes, kind: str) -> bytes:
+    """The same checksum for every content."""
+    return bytes(32)
 
 
 def stay_on(leave: Any) -> Any:
@@ -87,7 +81,7 @@ DETECTORS: dict[str, tuple[dict[str, Make], tuple[str, ...]]] = {
         (f"{GUARDS}test_raise_stops_with_the_module_path",),
     ),
     "checksum": (
-        {"stopdown.runtime.journal:_digest_bytes": believe_names},
+        {"stopdown.runtime.journal_values:hmac": give(SimpleNamespace(digest=fit_all))},
         ("pipelines/test_journal.py::test_what_is_damaged_is_made_anew[flip]",),
     ),
     # faults of several threads are worked on at once

@@ -43,6 +43,12 @@ def find_random(device: torch.device, arguments: Iterable[Any]) -> list[RandomSo
     return sources
 
 
+def find_weights_device(module: torch.nn.Module) -> torch.device:
+    """Return the device of a module's first weight; the CPU if it has no weights."""
+    weight = next(module.parameters(), None)
+    return torch.device("cpu") if weight is None else weight.device
+
+
 def save_random(device: torch.device, arguments: Mapping[Any, Any]) -> Restore:
     """Return a function that restores the current states of the generators that a call may draw from.
 

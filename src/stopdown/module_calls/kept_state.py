@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from stopdown.interception.code_homes import is_own
 from stopdown.interception.module_paths import OWN_ATTRIBUTES
 from stopdown.interception.patches import Patches
-from stopdown.interception.randomness import find_random
+from stopdown.interception.randomness import find_random, find_weights_device
 from stopdown.number_formats import list_some
 from stopdown.numerics import count_writes, has_values
 
@@ -181,9 +181,7 @@ def run_call(
         Its output, and whether it drew random numbers.
     """
     given = pytree.tree_map_only(torch.Tensor, torch.clone, (args, dict(kwargs or {})))
-    weight = next(module.parameters(), None)
-    device = torch.device("cpu") if weight is None else weight.device
-    sources = find_random(device, pytree.tree_leaves(given))
+    sources = find_random(find_weights_device(module), pytree.tree_leaves(given))
     states = [source.read() for source in sources]
     try:
         with torch.no_grad():

@@ -131,8 +131,13 @@ def _find_states(module: torch.nn.Module) -> Iterator[Any]:
 
 def _find_hooks(module: torch.nn.Module) -> Iterator[Any]:
     if getattr(module, "is_cache_enabled", False):
-        hooks = (hook for _, hook in iterate_hooks(module))
-        yield from (x for x in hooks if getattr(x, "_is_stateful", False))
+        yield from (hook for _, hook in iterate_caches(module))
+
+
+def iterate_caches(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield Diffusers' hooks that cache earlier steps' outputs, each with the path of its module."""
+    hooks = iterate_hooks(module)
+    yield from ((path, hook) for path, hook in hooks if getattr(hook, "_is_stateful", False))
 
 
 def iterate_hooks(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -33,7 +33,7 @@ from stopdown.errors import PlanError, take_first_line
 from stopdown.frames.frame_faults import find_frame_findings
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.patches import Patches
-from stopdown.interception.randomness import save_random
+from stopdown.interception.randomness import find_weights_device, save_random
 from stopdown.module_calls.call_interception import find_module
 from stopdown.module_calls.callee import GENERAL_KEEPS, Callee
 from stopdown.module_calls.outermost_calls import (
@@ -135,11 +135,6 @@ class ModuleCalls:
         )
 
 
-def _save_random(module: torch.nn.Module) -> Callable[[], None]:
-    weight = next(module.parameters(), None)
-    return save_random(torch.device("cpu") if weight is None else weight.device, {})
-
-
 def _explain_leaving(module: torch.nn.Module) -> str:
     """Return the reason why a script's call of a module isn't guarded, such as `in training`; "" if it
     is.
@@ -233,7 +228,7 @@ class ScriptGuard:
             yield None
             return
         is_repaired = [False]
-        restore = _save_random(module) if torch.is_grad_enabled() else None
+        restore = save_random(find_weights_device(module), {}) if torch.is_grad_enabled() else None
 
         def end(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if restore is None or not is_repaired[0]:
