@@ -64,6 +64,12 @@ def test_the_example_of_a_public_name_is_true(
     assert found.failed == 0, capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", CORE)
+def test_an_example_of_the_core_needs_public_names_alone(name: str) -> None:
+    """What a name takes can be made with the others of the list."""
+    assert ">>> from stopdown" not in (inspect.getdoc(CORE[name]) or "")
+
+
 def test_a_false_example_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     """Another result fails, and so does a docstring without an example."""
     text = inspect.getdoc(CORE["relative_l2"]) or ""

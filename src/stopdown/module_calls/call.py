@@ -55,7 +55,6 @@ class ComponentCall:
         made_up: whether the call was derived from another one, and not made by the program.
 
     Examples:
-        >>> from stopdown.module_calls.callee import Callee
         >>> module = torch.nn.Linear(4, 2)
         >>> call = ComponentCall(Callee("denoiser", module, "forward", "denoise"), (torch.ones(1, 4),))
         >>> list(call.named)

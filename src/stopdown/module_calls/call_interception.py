@@ -219,7 +219,6 @@ def intercept(callee: Callee, layer: Layer, patches: Patches, rank: Rank) -> Non
         AttributeError: if the module has no such method.
 
     Examples:
-        >>> from stopdown.module_calls.callee import Callee
         >>> module = torch.nn.Linear(4, 2)
         >>> def log(call):
         ...     output = call.proceed()
@@ -379,7 +378,6 @@ def put_cast(
     argument tensor that is cast to fp16 and wasn't checked before.
 
     Examples:
-        >>> from stopdown.module_calls.callee import Callee
         >>> module = torch.nn.Linear(4, 2).half()
         >>> with Patches() as patches:
         ...     callee = Callee("denoiser", module, "forward", "denoise")

@@ -37,6 +37,11 @@ class Callee:
         stage: `encode`, `denoise` or `decode`; `part` for a call of a submodule by itself; `call` if
             unknown.
         keeps: patterns of names of arguments that aren't cast between components.
+
+    Examples:
+        >>> callee = Callee("vae.decode", torch.nn.Linear(4, 2), "forward", "decode")
+        >>> callee.argument_names
+        ('input',)
     """
 
     name: str

@@ -7,9 +7,9 @@ from stopdown.module_calls.call import ComponentCall as ComponentCall
 from stopdown.module_calls.call_interception import Rank as Rank
 from stopdown.module_calls.call_interception import intercept as intercept
 from stopdown.module_calls.call_interception import put_cast as put_cast
+from stopdown.module_calls.callee import Callee as Callee
 from stopdown.numerics import count_non_finite as count_non_finite
 from stopdown.numerics import relative_l2 as relative_l2
-from stopdown.scaling.bounds.propagation import bound_call as bound_call
 from stopdown.scaling.folding.folds import Rescaling as Rescaling
 from stopdown.scaling.folding.folds import cast_ as cast_
 from stopdown.scaling.folding.folds import fold_scaling as fold_scaling

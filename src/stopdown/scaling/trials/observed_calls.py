@@ -38,7 +38,6 @@ class ObservedCalls:
         ScalingError: from `find_exponents`, if no exponents keep the calls in range.
 
     Examples:
-        >>> from stopdown.module_calls.callee import Callee
         >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
         >>> linear.weight[:] = 1e5 * torch.eye(4)
         >>> module = torch.nn.Sequential(linear, torch.nn.LayerNorm(4))

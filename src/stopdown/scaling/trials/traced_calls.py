@@ -40,7 +40,6 @@ class TracedCalls:
     Source: `docs/certificates.md` has the bounds, their proofs and the assumptions.
 
     Examples:
-        >>> from stopdown.module_calls.callee import Callee
         >>> linear = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
         >>> linear.weight[:] = 1e5 * torch.eye(4)
         >>> module = torch.nn.Sequential(linear, torch.nn.LayerNorm(4))

@@ -94,7 +94,6 @@ class Refusal:
             whole module.
 
     Examples:
-        >>> from stopdown.module_calls.callee import Callee
         >>> module = torch.nn.Linear(4, 4)
         >>> call = ComponentCall(Callee("denoiser", module, "forward", "denoise"), (torch.ones(1, 4),))
         >>> def repair(refusal):  # for `WatchOptions`, which would take the exponents off
