@@ -23,7 +23,7 @@ from stopdown.module_calls.call import (
     sign_arguments,
     stays_finite,
 )
-from stopdown.module_calls.callee import Callee
+from stopdown.module_calls.callee import DIFFUSERS_KEEPS, GENERAL_KEEPS, Callee
 
 INF, NAN = math.inf, math.nan
 
@@ -165,6 +165,26 @@ def test_the_dtype_of_a_call_is_that_of_its_values() -> None:
     assert call.came_as == torch.float16
     assert find_float_dtype({"timestep": torch.ones(1)}, is_kept) is None
     assert find_float_dtype({"timestep_cond": torch.ones(1)}, is_kept) == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "keeps", "is_it"),
+    [
+        ("timestep_cond", DIFFUSERS_KEEPS, False),
+        ("timestep_cond", GENERAL_KEEPS, False),
+        ("timestep_cond", ("*timestep*",), True),
+        ("timestep_cond", (*DIFFUSERS_KEEPS, "timestep_cond"), True),
+        ("timestep", DIFFUSERS_KEEPS, True),
+        ("sigmas", ("*sigma*", "!sigmas"), False),
+        ("sigma", ("*sigma*", "!sigmas"), True),
+        ("other", ("!sigmas",), False),
+    ],
+)
+def test_the_last_pattern_that_matches_decides(
+    name: str, keeps: tuple[str, ...], is_it: bool
+) -> None:
+    """An exception is one of the patterns, so a model's own patterns have it only if they say so."""
+    assert is_kept(name, keeps) == is_it
 
 
 def test_containers_of_the_caller_are_put_back() -> None:

@@ -306,12 +306,12 @@ def _list_slots(container: Any) -> list[tuple[Any, Any]]:
 def is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:
     """Return whether the argument of this name keeps its dtype when others are cast.
 
-    The embedding of a guidance scale, `timestep_cond`, doesn't: a layer of the model multiplies it.
-
     Args:
-        keeps: glob patterns of such names, as `*timestep*`.
+        keeps: glob patterns of such names, as `*timestep*`, and of exceptions, as `!timestep_cond`. The
+            last one that matches decides.
     """
-    return name != "timestep_cond" and any(fnmatch.fnmatchcase(name, pattern) for pattern in keeps)
+    found = [x for x in keeps if fnmatch.fnmatchcase(name, x.removeprefix("!"))]
+    return bool(found) and not found[-1].startswith("!")
 
 
 def is_mask(name: str) -> bool:

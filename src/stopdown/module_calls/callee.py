@@ -12,6 +12,7 @@ import torch
 
 DIFFUSERS_KEEPS = (
     "*timestep*",
+    "!timestep_cond",  # the embedding of a guidance scale, which a layer of the model multiplies
     "*sigma*",
     "*guidance*",
     "*rotary*",
@@ -36,7 +37,7 @@ class Callee:
         method: `forward`, `encode`, `decode`…
         stage: `encode`, `denoise` or `decode`; `part` for a call of a submodule by itself; `call` if
             unknown.
-        keeps: patterns of names of arguments that aren't cast between components.
+        keeps: patterns of names of arguments that aren't cast between components; `!` excepts names.
 
     Examples:
         >>> callee = Callee("vae.decode", torch.nn.Linear(4, 2), "forward", "decode")
