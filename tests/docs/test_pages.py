@@ -103,9 +103,16 @@ def mark_long(run: tuple[str, int]) -> Any:
 def list_needed(command: str) -> list[tuple[str, int]]:
     """The documented commands that write a file which this one reads."""
     words = shlex.split(command)
-    read = {word for word, before in zip(words[1:], words, strict=False) if before != "-o"}
+    given = [word for word, before in zip(words[1:], words, strict=False) if before != "-o"]
+    read = {one for word in given for one in word.split(",")}
     outputs = {run: re.findall(r" -o (\S+)", run[0]) for run in RUNS if run[0] != command}
     return [run for run, written in outputs.items() if set(written) & read]
+
+
+def test_what_a_command_reads_is_found_in_lists() -> None:
+    """A comparison names a plan among precisions, so the command that writes it comes first."""
+    (command,) = {run for run, _ in RUNS if "fp16-plain,plan.json --steps" in run}
+    assert [run for run, _ in list_needed(command)] == ["stopdown plan shapes -o plan.json"]
 
 
 @pytest.mark.default_rows(1)
