@@ -1747,14 +1747,14 @@ def write_lines(found: dict[str, Any]) -> list[str]:
         covered = f"{x['covered']} of {x['values']} fp16 values and weights stay below 65504"
         others = ", as long as the others do" if x["not_covered"] else ""
         lines.append(f"{x['component']}: {covered}{others}")
-        lines += [f"  not covered: {name}" for name in x["not_covered"]]
+        lines += [f"  not covered: {', '.join(x['not_covered'])}"] * bool(x["not_covered"])
         lines += [f"  beyond 65504 before a saturating function: {y}" for y in x["saturated"]]
         lines += [f"  no graph reads {name}" for name in x["unread"]]
         lines += [f"  for inputs: {words}" for words in x["inputs"]]
         lines += [f"  assumed: {words}" for words in x["assumed"]]
     lines += [f"{name}: not covered ({why})" for name, why in found["left"].items()]
     lines += [f"assumed of all: {words}" for words in found["assumed"]]
-    return lines + ([f"of the plan with the seal {found['plan']}"] if found["plan"] else [])
+    return lines + ([f"seal of its plan: {found['plan']}"] if found["plan"] else [])
 
 
 def check_certificate(certificate: Node, folder: Path) -> list[str]:

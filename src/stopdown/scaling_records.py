@@ -180,5 +180,5 @@ def describe_least(bits: float) -> str:
 
 
 def describe_count(values: int, bounded: int) -> str:
-    """Describe a share of the fp16 values, rounded down: `97.6 % of 423 fp16 values`."""
-    return f"{math.floor(1000 * bounded / values) / 10:g} % of {values} fp16 values"
+    """Describe the share of activations with a bound, rounded down: `97.6 % of 423 activations`."""
+    return f"{math.floor(1000 * bounded / values) / 10:g} % of {values} activations"

@@ -114,7 +114,7 @@ def test_the_first_line_is_the_answer(folder: Path) -> None:
     answer, command, more, *_ = show(made).splitlines()
     row = next(row for row in made.rows if row.strategy == made.chosen)
     assert answer.startswith(
-        f"Yes, it fits: {row.peak_bytes / 2**10:.0f} KiB of 1.0 MiB on the device, all weights resident,"
+        f"Yes, it fits: {row.peak_bytes / 2**10:.0f} KiB of 1.0 MiB on the device, with all weights on it,"
     )
     assert answer.endswith(", about 1 s per run")
     assert command == f"→ stopdown generate {folder} PROMPT --memory 1MiB --steps 4"

@@ -195,7 +195,7 @@ def test_auto_runs_what_it_decided(run: Any, out: Path) -> None:
     assert name_precisions(record).items() <= decided.items()
     assert {decision.stored for decision in record.decisions} == {"bf16"}
     for decision in record.decisions:
-        assert decision.reason.startswith("The weights are stored in bf16 and used as they are. ")
+        assert decision.reason.startswith("The weights are stored in bf16")
 
 
 @pytest.mark.usefixtures("each_device")
@@ -206,7 +206,7 @@ def test_what_is_kept_in_fp32_is_in_the_record(run: Any) -> None:
     call = next(c for c in record.calls if c.component == "text_encoder")
     assert (decision.kept_fp32, call.precisions) == (("wo",), ("fp16", "fp32"))
     assert decision.reason.startswith("You asked for ")
-    assert decision.reason.endswith(" The model's authors keep `wo` in fp32.")
+    assert decision.reason.endswith(" `wo` stays in fp32, as the model's authors specify.")
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,9 @@ def test_frames_cut_a_video(run: Any, media: Path, out: Path) -> None:
     """--frames takes so many frames of the video; a number that the model cannot make is refused."""
     run("cogvideox-video", frames=1)
     assert len(read_video(out / "frames")) == 1
-    with pytest.raises(OptionError, match=r"cannot make frames=6\..* are 1 and 9: use frames"):
+    with pytest.raises(
+        OptionError, match=r"frames=6 doesn't fit this model\..* are 1 and 9: use frames"
+    ):
         run("cogvideox-video", frames=6, output=str(out / "other"))
 
 
@@ -499,7 +501,7 @@ def test_a_single_file_has_checked_sizes_and_components(
     """What cannot be is refused before the file is loaded, as for a folder."""
     config = str(save_tiny("sd", "fp16"))
     options = make_options(single_file, out, media, prompt="a", config=config)
-    with pytest.raises(OptionError, match="The model cannot make height=36"):
+    with pytest.raises(OptionError, match="height=36 doesn't fit this model"):
         generate(dataclasses.replace(options, height=36))
     with pytest.raises(OptionError, match="The model has no component 'transformer'"):
         generate(dataclasses.replace(options, precision="transformer=bf16"))
@@ -543,5 +545,5 @@ def test_the_choice_of_a_precision_is_a_stage_of_its_own(
     options = GenerateOptions("shapes", "a cat", output=str(tmp_path / "a.mp4"))
     with pytest.raises(InterruptedError):
         generate(options, shown)
-    assert shown.seen[0].startswith('The demo model shapes doesn\'t know "cat".')
+    assert shown.seen[0].startswith('The demo model shapes doesn\'t know the word "cat".')
     assert shown.seen[1:4] == ["import", "import", "choose"]

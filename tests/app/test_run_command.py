@@ -38,5 +38,5 @@ def test_run_says_what_was_repaired(run: Any, save_tiny: SaveTiny, here: Path) -
     assert (code, out) == (0, "")
     assert err.count("Rescaled `vae.decode` by powers of two. ") == 1
     assert re.search(
-        r"^stopdown: run 1, CogView3PlusPipeline: .*vae.*: rescaled, 1 call", err, re.M
+        r"^stopdown: run 1, CogView3PlusPipeline: repaired vae.*\(rescaled, 1 call", err, re.M
     )

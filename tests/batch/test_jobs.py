@@ -130,7 +130,7 @@ REFUSED = {
     "path": (b'{"prompt": "a", "name": "../x"}\n', "'../x' is no name of a file."),
     "size": (
         b'{"prompt": "a"}\n{"prompt": "b", "height": 33}\n',
-        "Line 2 of the prompts: The model cannot make --height 33",
+        "Line 2 of the prompts: --height 33 doesn't fit this model",
     ),
     "image": (b'{"prompt": "a", "image": "gone.png"}\n', "gone.png cannot be read"),
     "mask": (b'{"prompt": "a", "mask": "gone.png"}\n', "gone.png cannot be read"),

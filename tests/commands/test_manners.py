@@ -120,7 +120,7 @@ def test_a_log_has_a_line_a_stage_and_one_in_ten_seconds() -> None:
     assert log.lines == [
         "Loading PyTorch (0:00:01)",
         "Loading vae (0:00:04)",
-        "Certifying part 0 (0:00:05)",
+        "Planning part 0 (0:00:05)",
         "Denoising step 1 of 40 (0:00:11)",
         "Denoising step 11 of 40 (0:00:21, 0:00:26 left)",
         "Denoising step 21 of 40 (0:00:31, 0:00:18 left)",
@@ -135,8 +135,8 @@ def test_no_time_is_estimated_from_the_first_moments_of_a_stage() -> None:
     log.progress(12, "certify", "vae", 1, 100)
     log.progress(23, "certify", "vae", 10, 100)
     assert log.lines[1:] == [
-        "Certifying vae (0:00:12)",
-        "Certifying vae (0:00:23, 0:03:18 left)",
+        "Planning vae (0:00:12)",
+        "Planning vae (0:00:23, 0:03:18 left)",
     ]
 
 
@@ -155,9 +155,7 @@ def test_a_log_is_never_silent_for_more_than_ten_seconds() -> None:
     log.progress(1, "certify", "transformer", 0, 9)
     for second in range(2, 35):
         log.tick(second)
-    assert log.lines == [
-        f"Certifying transformer (0:00:{seconds:02})" for seconds in (1, 11, 21, 31)
-    ]
+    assert log.lines == [f"Planning transformer (0:00:{seconds:02})" for seconds in (1, 11, 21, 31)]
 
 
 def test_the_thread_of_a_log_ends_with_it() -> None:

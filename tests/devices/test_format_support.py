@@ -44,7 +44,8 @@ def test_emulated_bf16_is_not_called_native(monkeypatch: pytest.MonkeyPatch) -> 
     assert (formats["fp16"].native, formats["fp16"].time_ratio) == (True, 0.15)
     assert formats["fp16"].reason == ("Compute capability 7.0 has fp16 arithmetic at full rate.")
     assert formats["fp16"].measured == (
-        "Measured here, a matmul takes 0.15 and a convolution 0.15 times as long as in fp32: it is faster."
+        "Measured here, a matmul takes 0.15 and a convolution 0.15 times as long as in fp32, so fp16 is "
+        "faster."
     )
 
 
@@ -61,7 +62,7 @@ def test_measurements_join_the_verdict() -> None:
         "works": True,
         "time_ratio": 2.0,
         "reason": "Nothing is known. Here it takes more than 1.5 times as long as fp32.",
-        "measured": "Measured here, a matmul takes 4 and a convolution 1 times as long as in fp32: it "
+        "measured": "Measured here, a matmul takes 4 and a convolution 1 times as long as in fp32, so bf16 "
         "saves memory but is slower.",
         "is_slow": True,
     }
@@ -82,9 +83,9 @@ def test_where_facts_are_known_no_time_decides(native: bool, seconds: float) -> 
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        (0.85, "it is faster"),
-        (1.05, "it saves memory but no time"),
-        (1.2, "it saves memory but is slower"),
+        (0.85, "is faster"),
+        (1.05, "saves memory but no time"),
+        (1.2, "saves memory but is slower"),
     ],
 )
 def test_speed_is_said_in_words(seconds: float, words: str) -> None:

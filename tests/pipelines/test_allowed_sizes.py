@@ -81,7 +81,7 @@ def test_what_is_refused_cannot_be_made(
     save_tiny: Callable[..., Path], name: str, height: int, width: int, frames: int | None
 ) -> None:
     """The real pipeline fails at such a size, or makes another one without a word."""
-    with pytest.raises(OptionError, match="The model cannot make"):
+    with pytest.raises(OptionError, match="doesn't fit this model"):
         check_sizes(find_saved_grid(save_tiny(name)), height=height, width=width, frames=frames)
     try:
         made = make_really(name, height, width, frames)
@@ -109,22 +109,22 @@ def test_the_grid_of_cogvideox(save_tiny: Callable[..., Path]) -> None:
     [
         (
             {"height": 100},
-            "The model cannot make height=100. It takes a multiple of 16 pixels: "
+            "height=100 doesn't fit this model. It takes a multiple of 16 pixels: "
             f"{COGVIDEOX.reason}. The nearest that work are 96 and 112: use height=96.",
         ),
         (
             {"width": 3},
-            "The model cannot make width=3. It takes a multiple of 16 pixels: "
+            "width=3 doesn't fit this model. It takes a multiple of 16 pixels: "
             f"{COGVIDEOX.reason}. The nearest that works is 16: use width=16.",
         ),
         (
             {"frames": 16},
-            "The model cannot make frames=16. It takes a multiple of 8 plus 1 frames: "
+            "frames=16 doesn't fit this model. It takes a multiple of 8 plus 1 frames: "
             f"{COGVIDEOX.frames_reason}. The nearest that work are 9 and 17: use frames=17.",
         ),
         (
             {"frames": 0},
-            "The model cannot make frames=0. It takes a multiple of 8 plus 1 frames: "
+            "frames=0 doesn't fit this model. It takes a multiple of 8 plus 1 frames: "
             f"{COGVIDEOX.frames_reason}. The nearest that works is 1: use frames=1.",
         ),
     ],
@@ -157,7 +157,7 @@ def test_limits_of_positions_are_named(grid: Grid, height: int, ending: str) -> 
     """A transformer with positions up to a size, or for one size, says so."""
     with pytest.raises(OptionError) as caught:
         check_sizes(grid, height=height)
-    assert str(caught.value) == f"The model cannot make height={height}. {ending}"
+    assert str(caught.value) == f"height={height} doesn't fit this model. {ending}"
 
 
 def test_every_named_size_works() -> None:

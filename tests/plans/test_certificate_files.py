@@ -125,7 +125,12 @@ def test_value_that_can_overflow_is_listed_and_may_not_be_left_out(tmp_path):
     certificate = make_net(tmp_path, 1000.0)
     stated = certificate["components"][0]
     assert "0:m" in stated["uncovered"]
-    assert "  not covered: 0:m" in stopdown_verify.check_certificate(certificate, tmp_path)
+    (line,) = [
+        x
+        for x in stopdown_verify.check_certificate(certificate, tmp_path)
+        if x.startswith("  not covered: ")
+    ]
+    assert "0:m" in line.partition(": ")[2].split(", ")
     stated["uncovered"].remove("0:m")
     with pytest.raises(stopdown_verify.Refused, match="list of uncovered values is not complete"):
         stopdown_verify.check_certificate(certificate, tmp_path)

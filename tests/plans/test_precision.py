@@ -71,14 +71,14 @@ def make_facts(stored: str | None, *, force_upcast: bool = False) -> ComponentFa
             "bf16",
             False,
             "bf16",
-            "The weights are stored in bf16 and used as they are. Compute capa",
+            "The weights are stored in bf16, and compute capa",
         ),
         (
             A100,
             "fp16",
             False,
             "fp16",
-            "The weights are stored in fp16 and used as they are. Compute capa",
+            "The weights are stored in fp16, and compute capa",
         ),
         (A100, "fp32", False, "fp32", "The weights are stored in fp32; fp32 holds them exactly."),
         (A100, "fp8-e4m3", False, "fp32", "The weights are stored in fp8-e4m3; fp32 holds them"),
@@ -94,7 +94,7 @@ def make_facts(stored: str | None, *, force_upcast: bool = False) -> ComponentFa
             "fp16",
             False,
             "fp16",
-            "The weights are stored in fp16 and used as they are. Compute capa",
+            "The weights are stored in fp16, and compute capa",
         ),
         (V100, "bf16", False, "fp32", "The weights are stored in bf16. Compute capability 7.0 has"),
         (P40, "fp16", False, "fp32", "The weights are stored in fp16. Compute capability 6.1"),
@@ -110,14 +110,14 @@ def make_facts(stored: str | None, *, force_upcast: bool = False) -> ComponentFa
         ),
         (NOISY, "fp16", False, "fp32", "The weights are stored in fp16. fp16 is emulated; too"),
         (BROKEN, "bf16", False, "fp32", "The weights are stored in bf16. It was tried and failed"),
-        (V100, "fp16", True, "fp32", "Its config sets force_upcast, because it overflows in fp16"),
-        (A100, "fp16", True, "fp32", "Its config sets force_upcast, because it overflows in fp16"),
+        (V100, "fp16", True, "fp32", "The autoencoder's config sets force_upcast"),
+        (A100, "fp16", True, "fp32", "The autoencoder's config sets force_upcast"),
         (
             A100,
             "bf16",
             True,
             "bf16",
-            "The weights are stored in bf16 and used as they are. Compute capa",
+            "The weights are stored in bf16, and compute capa",
         ),
     ],
 )
@@ -166,7 +166,7 @@ def test_each_call_gets_one_decision() -> None:
     assert decisions[0] == ComponentPlan(
         "text_encoder",
         precision="fp16",
-        reasons=("You asked for fp16. The model's authors keep `wo` in fp32.",),
+        reasons=("You asked for fp16. `wo` stays in fp32, as the model's authors specify.",),
         stored="bf16",
         kept_fp32=("wo",),
     )
@@ -177,7 +177,7 @@ def test_each_call_gets_one_decision() -> None:
         ("vae.decode", "fp32"),
     ]
     assert decisions[2].reason == "You asked for fp16."
-    assert decisions[3].reason.startswith("Its config sets force_upcast")
+    assert decisions[3].reason.startswith("The autoencoder's config sets force_upcast")
 
 
 @pytest.mark.parametrize(("precision", "kept"), [("fp16", ("wo",)), ("bf16", ()), ("fp32", ())])

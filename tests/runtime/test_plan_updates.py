@@ -93,7 +93,7 @@ def certify() -> ComponentPlan:
         values=10,
         bounded=10,
         limits={"forward.hidden_states": 64.0},
-        range_note="100 % of 10 fp16 values certified.",
+        range_note="100 % of 10 activations certified.",
         outputs={0: 2},
         stream=ResidualStream(("a",), ("b",)),
         trial=Trial(note="Not tried."),

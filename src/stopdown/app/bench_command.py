@@ -34,7 +34,7 @@ class BenchOptions(CommandOptions):
         typer.Argument(metavar="SOURCE", help="Model to run in addition to the synthetic one."),
     ] = "shapes"
     device: DeviceOption = "auto"
-    minutes: Annotated[float, typer.Option(help="Start no new row after this many minutes.")] = 5.0
+    minutes: Annotated[float, typer.Option(help="Stop after about this many minutes.")] = 5.0
 
 
 def main(options: BenchOptions) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
+import textwrap
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -36,7 +38,8 @@ def print_card(record: RunRecord, console: Console, *, page: Path | None = None)
         Text.assemble(("\n" + names, "bold"), f": {reason}")
         for names, reason in record.list_reasons()
     ]
-    parts += [Text(), Text("\n".join(f"{name:<8}{said}" for name, said in record.list_costs()))]
+    costs = [_wrap_cost(name, said, console.width - 4) for name, said in record.list_costs()]
+    parts += [Text(), Text("\n".join(costs))]
     limits = "".join(f"\n{line}" for line in record.list_limits())
     parts += [Text(limits)] if limits else []
     repairs = "".join(f"\nrepaired  {line}" for line in record.list_repairs())
@@ -48,6 +51,14 @@ def print_card(record: RunRecord, console: Console, *, page: Path | None = None)
     console.print(Panel(Group(*parts), title=title, title_align="left", expand=False))
 
 
+def _wrap_cost(name: str, said: str, width: int) -> str:
+    """Break a line of costs into lines below each other, with each number beside its unit."""
+    joined = re.sub(r"(?<=\d) (?=m?s\b|[KMG]iB\b)", _JOINED, said)
+    lines = textwrap.wrap(joined, width - _NAME, break_on_hyphens=False)
+    return f"{name:<{_NAME}}" + f"\n{'':{_NAME}}".join(lines).replace(_JOINED, " ")
+
+
+_NAME, _JOINED = 8, "\N{NO-BREAK SPACE}"
 _STYLES = {"broken": "red", "failed": "red", "other": "yellow", "same": "green"}
 
 

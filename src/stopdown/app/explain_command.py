@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from stopdown.app.flags import CommandOptions
-from stopdown.diagnosis.explained import EXPLAINED, NONE, explain_file, explain_stream
+from stopdown.diagnosis.explained import EXPLAINED, explain_file, explain_stream
 from stopdown.diagnosis.knowledge import UNKNOWN
 from stopdown.diagnosis.texts import explain_text
 from stopdown.errors import InputError, OptionError
@@ -147,5 +147,3 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     show_list("Where it may come from" if is_open else "Other possible causes", others)
     if diagnosis.reports:
         show(("\nReported as ", "bold"), ", ".join(diagnosis.reports))
-    if diagnosis.fault != NONE:
-        show(("\nKind ", "bold"), diagnosis.fault)

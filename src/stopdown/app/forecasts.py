@@ -147,7 +147,7 @@ def _answer(
         error: the lowest and highest ratio of measured to estimated times.
     """
     taken = _compare_bytes(max(made.peak_bytes, made.reserved_bytes), made.limit_bytes)
-    strategy = made.chosen.replace("resident", "all weights resident").replace("+", " + ")
+    strategy = made.chosen.replace("resident", "with all weights on it").replace("+", " + ")
     parts = [f"{taken} on the device", strategy]
     if made.host_bytes:
         parts.append(f"{format_bytes(made.host_bytes)} of host memory")

@@ -264,11 +264,11 @@ def generate(
         if unknown := list_unknown_words(source, options.prompt):
             _, drawn, example = BUNDLED_WORDS[source.name]
             run.display.inform(
-                f"The demo model {source.name} doesn't know {list_all(unknown)}. It draws {drawn}. "
-                f'For example: "{example}".'
+                f"The demo model {source.name} doesn't know the word{'s' * (len(unknown) > 1)} "
+                f'{list_all(unknown)}. It draws {drawn}. For example: "{example}".'
             )
         load_libraries(run.display)
-    run.display.detail(f"{options.source} is {source.path}. {run.device.reason}")
+    run.display.detail(f"{options.source} is in {source.path}. {run.device.reason}")
     from stopdown.runtime.runs import write_run_record
     from stopdown.sources.library_messages import quiet_libraries
 

@@ -312,16 +312,18 @@ def choose_code(record: ScriptRecord, *, strict: bool = False) -> int:
 
 def _describe_run(run: GuardRecord) -> str:
     """Describe the calls and the repairs of one pipeline call, or of the modules without a pipeline."""
-    counts = []  # `UNet 3x fp16 (5.2 bits of headroom in what it returned)`
+    counts = []  # `UNet 3 times in fp16 (5.2 bits of headroom in its output)`
     for call in run.calls:
-        counts.append(f"{call.component} {call.calls}x {'+'.join(call.precisions) or 'no weights'}")
+        often = "once" if call.calls == 1 else f"{call.calls} times"
+        formats = f" in {' + '.join(call.precisions)}" if call.precisions else ", without weights"
+        counts.append(f"{call.component} {often}{formats}")
         if call.headroom_bits is not None:
-            counts[-1] += f" ({call.headroom_bits:.1f} bits of headroom in what it returned)"
-    said = f"{', '.join(counts) or 'no component was guarded'}."
-    for repair in run.repairs:
-        if repair.action == "none":
-            continue
-        said += f" {repair.module_path}: {repair.action}, {repair.retried}."
+            counts[-1] += f" ({call.headroom_bits:.1f} bits of headroom in its output)"
+    repaired = [
+        f"{x.module_path} ({x.action}, {x.retried})" for x in run.repairs if x.action != "none"
+    ]
+    said = f"repaired {', '.join(repaired)}. " if repaired else ""
+    said += f"Called {', '.join(counts)}." if counts else "No component was guarded."
     if run.reused and run.pipeline:
         said += f" From an earlier run: {', '.join(run.reused)}."
     if not run.pipeline:

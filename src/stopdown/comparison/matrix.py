@@ -141,7 +141,7 @@ class _Matrix:
         for place, name in enumerate(order):
             path = folder / f"{_hash(name, 0)}.msgpack"
             done, total = index * len(order) + place, len(self.prompts) * len(self.names)
-            what = f"{name}, prompt {index + 1} of {len(self.prompts)}, cell {done + 1} of {total}"
+            what = f"{name}, prompt {index + 1} of {len(self.prompts)}, run {done + 1} of {total}"
             self.progress("compare", what, done, total)
             if not path.exists():
                 write_outcome(self._run_cell(name, request, index), path)

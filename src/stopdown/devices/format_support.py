@@ -161,7 +161,7 @@ def weigh_support(name: str, verdict: Verdict, timing: Timing, reference: Timing
         return Support(verdict.native, True, None, verdict.reason, busy)
     is_slow = not verdict.is_known and ratio > SLOW
     slow = f" Here it takes more than {SLOW} times as long as fp32." if is_slow else ""
-    meaning = f": {_describe_speed(ratio)}" if verdict.native else ""
+    meaning = f", so {name} {_describe_speed(ratio)}" if verdict.native else ""
     measured = (
         f"Measured here, a matmul takes {format_figure(matmul)} and a convolution "
         f"{format_figure(convolution)} times as long as in fp32{meaning}."
@@ -171,10 +171,10 @@ def weigh_support(name: str, verdict: Verdict, timing: Timing, reference: Timing
 
 def _describe_speed(ratio: float) -> str:
     if ratio < 0.9:
-        return "it is faster"
+        return "is faster"
     if ratio <= 1.1:
-        return "it saves memory but no time"
-    return "it saves memory but is slower"
+        return "saves memory but no time"
+    return "saves memory but is slower"
 
 
 _SHARE_S = 0.05  # seconds for one operation in one format: three formats and two operations of it

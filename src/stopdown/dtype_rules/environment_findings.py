@@ -98,7 +98,7 @@ def check_upcast(seen: Examination) -> Iterator[Finding]:
             and callee.main == torch.float16
             and not (callee.is_rescaled or is_read)
         ):
-            evidence = f"force_upcast is set in its config, but {callee.name} would run in fp16."
+            evidence = f"The config sets force_upcast, but {callee.name} would run in fp16."
             yield make_finding("force-upcast-unread", callee.component_name, evidence)
 
 

@@ -209,7 +209,7 @@ def _check_side(name: str, value: int | None, grid: Grid, only: int) -> None:
 def _describe_misfit(name: str, value: int, rule: str, near: list[int], reason: str) -> OptionError:
     listed = " and ".join(map(str, near))
     return OptionError(
-        f"The model cannot make {name}={value}.",
+        f"{name}={value} doesn't fit this model.",
         expected=f"It takes {rule}: {reason}.",
         remedy=f"The nearest that {'work are' if len(near) > 1 else 'works is'} {listed}: "
         f"use {name}={min(near, key=lambda size: abs(size - value))}.",

@@ -258,7 +258,8 @@ def decide_precisions(
             kept = facts.kept_fp32.get(precision, ())
             if kept:
                 reason += (
-                    f" The model's authors keep {', '.join(f'`{name}`' for name in kept)} in fp32."
+                    f" {list_all([f'`{name}`' for name in kept])} "
+                    f"{'stays' if len(kept) == 1 else 'stay'} in fp32, as the model's authors specify."
                 )
             decisions.append(
                 ComponentPlan(
@@ -283,10 +284,13 @@ def choose_precision(facts: ComponentFacts, supports: Mapping[str, Support]) -> 
     if stored not in ("bf16", "fp16"):
         return "fp32", f"The weights are stored in {stored}; fp32 holds them exactly."
     if stored == "fp16" and facts.force_upcast:
-        return "fp32", "Its config sets force_upcast, because it overflows in fp16."
+        return "fp32", "The autoencoder's config sets force_upcast: it overflows in fp16."
     support = supports[stored]
     if _is_good(support):
-        return stored, f"The weights are stored in {stored} and used as they are. {support.reason}"
+        reason = support.reason[:1].lower() + support.reason[1:]
+        is_clause = support.reason.startswith(("The ", "Compute "))
+        because = f", and {reason}" if is_clause else f" and used as they are. {support.reason}"
+        return stored, f"The weights are stored in {stored}{because}"
     return "fp32", f"The weights are stored in {stored}. {support.reason} {_why_not_other(stored)}"
 
 
@@ -300,7 +304,7 @@ def explain_plan(components: Iterable[ComponentFacts], supports: Mapping[str, Su
         return ""
     return (
         f"{list_all(stored)} {'is' if len(stored) == 1 else 'are'} stored in bf16, which is slow on this "
-        "device, and fp16 is native"
+        "device, unlike fp16"
     )
 
 

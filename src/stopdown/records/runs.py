@@ -302,7 +302,8 @@ class RunRecord(GuardRecord):
         """List the seconds by stage, the peak memory, and the sound."""
         shown = [name for name in STAGES if name in self.stages_s]
         times = ", ".join(f"{name} {self.stages_s[name]:.1f} s" for name in shown)
-        said = f"{self.elapsed_s:.1f} s ({times}). Stopdown's overhead: {self.own_s:.3f} s"
+        own = f"{self.own_s:.{1 if self.own_s >= 1 else 3}f} s"
+        said = f"{self.elapsed_s:.1f} s ({times}). Stopdown's overhead: {own}"
         memory = f"{format_bytes(self.peak_bytes)} ({self.peak_source})"
         costs = [("time", said), ("memory", memory)]
         return [*costs, ("sound", self.sound)] if self.sound else costs

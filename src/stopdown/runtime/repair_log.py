@@ -116,9 +116,8 @@ def describe_repair(repair: Repair) -> str:
         "none": "It was not repaired",
     }[repair.action]
     is_again = repair.action != "none" and repair.kind != "signature"
-    again = " The call was run again, and the run continues." if is_again else ""
-    said = f"{repair.evidence} {done}. {repair.reason}{again}"
+    said = f"{repair.evidence} {done}. {repair.reason}"
     if not repair.verdict:
-        return said
+        return f"{said} The call was retried." if is_again else said
     ended = "Repaired; the result is not affected." if is_again else "It was not repaired."
     return f"{repair.verdict} {ended} {said}"

@@ -303,7 +303,7 @@ def _describe_scores(bounds: Sequence[Bounds]) -> list[str]:
 
 
 def describe_share(values: int, bounded: int, rest: str = _MEASURED, limits: str = "") -> str:
-    """Describe the proven share: `100 % of 253 fp16 values certified.`, or less and the rest's evidence.
+    """Describe the proven share: `100 % of 253 activations certified.`, or less and the rest's evidence.
 
     Args:
         values, bounded: number of fp16 activations and weights, and of those that are proven.
