@@ -1680,7 +1680,7 @@ def describe_assumed(n: Node) -> Iterator[str]:
     elif rule == "unknown" and n["alike"]:
         yield f"{n['id']} ({n['function']}) is scaled as its inputs are"
     if n["bound"] is None and n["dtype"] != "fp16":
-        yield f"{n['id']} is finite, of which there is no bound in {n['dtype']}"
+        yield f"{n['id']} is finite (it has no bound in {n['dtype']})"
 
 
 def list_saturated(stated: Node) -> list[str]:

@@ -434,7 +434,7 @@ def test_what_a_graph_takes_for_granted_is_printed(tmp_path):
     assert stopdown_verify.list_inputs(stated) == ["x up to 64, of shape 2 x 8"]
     assert stopdown_verify.list_assumed(stated) == [
         "c (cumsum) is scaled as its inputs are",
-        "c is finite, of which there is no bound in fp32",
+        "c is finite (it has no bound in fp32)",
         "2^-3 is taken off the output y",
     ]
 

@@ -94,7 +94,7 @@ def _print_device(device: DeviceHealth, console: Console) -> None:
 
     from stopdown.app.progress import print_prose
 
-    memory = f", {device.memory_bytes / 2**30:.1f} GiB" if device.memory_bytes else ""
+    memory = f", {device.memory_bytes / 2**30:.1f} GiB of memory" if device.memory_bytes else ""
     capability = f", compute capability {device.capability}" if device.capability else ""
     where = "" if device.missing else "from its profile; "
     origin = "" if device.tried else f" ({where}nothing was measured)"

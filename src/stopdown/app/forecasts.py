@@ -282,7 +282,7 @@ def _explain(
     from stopdown.memory.forecast import USABLE_SHARE
     from stopdown.memory.smaller_calls import CHUNKS_DIFFER
 
-    usable = f"{USABLE_SHARE:.0%} of {format_bytes(limit)}"
+    usable = f"{100 * USABLE_SHARE:.0f} % of {format_bytes(limit)}"
     reasons = [_explain_choice(tried, chosen, usable)]
     if chosen is not None:
         reasons += [CHUNKS_DIFFER] if chosen[1].strategy.frames else []

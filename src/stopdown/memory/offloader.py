@@ -230,7 +230,7 @@ def _describe_misfit(fit: Fit, limit_bytes: int, where: str) -> StopdownError:
         f"No strategy stays within {format_bytes(limit_bytes)} {where}: the smallest strategy, "
         f"{least.strategy.name}, is predicted to take {format_bytes(least.needed_bytes)} "
         f"{f'during a call of {least.component}' if least.component else _BETWEEN}.",
-        expected=f"A predicted peak may be at most {USABLE_SHARE:.0%} of the limit.",
+        expected=f"A predicted peak may be at most {100 * USABLE_SHARE:.0f} % of the limit.",
         remedy="Use a smaller `height` and `width`, fewer `frames`, a 16-bit "
         f'`precision`, or memory="{math.ceil(least.needed_bytes / USABLE_SHARE / 2**20)}MiB".',
     )
