@@ -129,7 +129,6 @@ def test_the_fastest_of_the_same_pictures_is_recommended() -> None:
     assert best == "fp16"
     verdict = "bf16 and fp16 give the same pictures as fp32; fp16-plain is broken."
     assert headline == f"{verdict} Use fp16 on cpu, which takes 0.25 of the reference's time."
-    assert recommend(variants, "cpu", prompts=2)[1] == f"{verdict} Use fp16 on cpu."
     slow = [dataclasses.replace(x, time_ratios={"all": 1.0 + (x.name != "fp32")}) for x in variants]
     assert recommend(slow, "cpu") == (
         "fp32",
@@ -138,6 +137,26 @@ def test_the_fastest_of_the_same_pictures_is_recommended() -> None:
     none, said = recommend([v for v in variants if v.name == "fp16-plain"], "cpu")
     assert none is None
     assert said.startswith("None of these precisions")
+
+
+def test_too_few_prompts_compare_no_times() -> None:
+    """A single time would call any of them the fastest; the smallest weights are the same in every run."""
+    sizes, verdict = {"fp32": 4, "bf16": 2, "fp16-plain": 2, "fp16": 3}, "bf16 and fp16 give"
+    variants = [
+        dataclasses.replace(
+            v, time_ratios={"all": 1.0 + (v.name != "fp32")}, weights_bytes=sizes[v.name]
+        )
+        for v in make_comparison().variants
+    ]
+    for prompts in (1, 2):
+        best, headline = recommend(variants, "cpu", prompts=prompts)
+        assert best == "bf16"
+        assert headline.startswith(verdict)
+        assert headline.endswith(
+            " Use bf16 on cpu, whose weights are the smallest; 3 prompts would show which is fastest."
+        )
+    alone = [v for v in variants if v.name == "fp32"]
+    assert recommend(alone, "cpu", prompts=1) == ("fp32", "Use fp32 on cpu.")
 
 
 def test_a_broken_run_has_no_time() -> None:

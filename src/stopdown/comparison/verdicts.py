@@ -190,7 +190,8 @@ def recommend(
     """Recommend the fastest precision that gives the same pictures, with a headline.
 
     Args:
-        prompts: number of prompts; with fewer than `FEWEST_TIMED` the headline states no times.
+        prompts: number of prompts; with fewer than `FEWEST_TIMED` the precision with the smallest weights
+            is recommended, since a single time is no comparison.
 
     Returns:
         The precision, or None; and two sentences: which precisions give the same pictures as the
@@ -202,13 +203,19 @@ def recommend(
             None,
             "None of these precisions gives the same pictures as the reference on every prompt.",
         )
-    best = min(usable, key=lambda v: v.time_ratios.get("all", float("inf")))
-    ratio = best.time_ratios.get("all")
-    is_known = ratio is not None and prompts >= FEWEST_TIMED
-    speed = f", which takes {ratio:.2g} of the reference's time" if is_known else ""
-    if best.verdict == "reference":
-        speed = ": nothing that gives the same pictures is faster" if len(usable) > 1 else ""
-    return best.name, f"{_word_verdicts(variants)} Use {best.name} on {device}{speed}."
+    if prompts < FEWEST_TIMED:
+        best = min(usable, key=lambda v: v.weights_bytes)
+        why = (
+            f", whose weights are the smallest; {FEWEST_TIMED} prompts would show which is fastest"
+        )
+    else:
+        best = min(usable, key=lambda v: v.time_ratios.get("all", float("inf")))
+        ratio = best.time_ratios.get("all")
+        why = "" if ratio is None else f", which takes {ratio:.2g} of the reference's time"
+        if best.verdict == "reference":
+            why = ": nothing that gives the same pictures is faster"
+    why = why if len(usable) > 1 else ""
+    return best.name, f"{_word_verdicts(variants)} Use {best.name} on {device}{why}.".lstrip()
 
 
 def _word_verdicts(variants: Sequence[Variant]) -> str:
