@@ -97,6 +97,9 @@ class Ended:
     stderr: str
 
 
+LIMITS = {"wall time", "SIGXCPU"}
+"""What ends a script that takes too long."""
+
 Run = Callable[[Row, bool, bool], Ended]
 
 
@@ -149,7 +152,8 @@ def run_words(
 
 
 def judge(row: Row, plain: Ended, guarded: Ended) -> None:
-    """Both ended alike, and what a row says was said of faults, and nothing else."""
+    """Both ended alike and by themselves, and what a row says was said of faults, and nothing else."""
+    assert not {plain.code, guarded.code} & LIMITS, "it was stopped, so its end shows nothing"
     assert (guarded.stdout, guarded.code) == (plain.stdout, plain.code), guarded.stderr
     ours = [x for x in guarded.stderr.splitlines() if x.startswith("stopdown: ")]
     told = [x for x in ours if "not repaired" in x.lower() or "could not" in x]
@@ -158,6 +162,16 @@ def judge(row: Row, plain: Ended, guarded: Ended) -> None:
     assert all(row.says in x or "Not repaired:" in x for x in told), ours
     if not isinstance(plain.code, str) and "Traceback" in plain.stderr:
         assert "stopdown/" not in guarded.stderr
+
+
+@pytest.mark.parametrize("limit", sorted(LIMITS))
+def test_two_scripts_that_were_stopped_are_no_match(limit: str) -> None:
+    """What a script would have done after its time is unknown, whatever it wrote until then."""
+    stopped = Ended(limit, "", "")
+    for pair in ((stopped, stopped), (Ended(0, "", ""), stopped)):
+        with pytest.raises(AssertionError, match="it was stopped, so its end shows nothing"):
+            judge(ROWS[0], *pair)
+    judge(ROWS[0], Ended(0, "", ROWS[0].says), Ended(0, "", f"stopdown: {ROWS[0].says}"))
 
 
 @pytest.mark.parametrize("row", [x for x in ROWS if not x.is_fresh], ids=str)
