@@ -72,6 +72,39 @@ def test_what_does_not_run_in_fp16_is_not_solved(name: str) -> None:
     assert rescale_(module, (x,), verify=False).exponents  # it is the trial that refused
 
 
+class Told(nn.Module):
+    """A layer whose norm takes values of any size, as those that a text encoder hands over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, states: Any, mask: torch.Tensor) -> torch.Tensor:
+        return self.out(x + self.norm(torch.cat(states)) + mask.clamp(min=0.0))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e5])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_an_argument_that_fp16_does_not_hold_is_named(size: float, is_named: bool) -> None:
+    """No exponent of a weight changes what a program passes; a mask isn't meant."""
+    torch.manual_seed(0)
+    module = Told().eval().requires_grad_(False)
+    x, mask = torch.randn(2, 4), torch.full((2, 4), -1e38)
+    states = [torch.randn(1, 4) * size, torch.randn(1, 4)]
+    given: Any = (
+        ((), {"x": x, "states": states, "mask": mask}) if is_named else ((x, states, mask),)
+    )
+    if size == 1.0:
+        assert rescale_(module, *given).trial
+        return
+    with pytest.raises(TrialError) as caught:
+        rescale_(module, *given)
+    largest = f"{float(states[0].abs().max()):.2g}"
+    said = f"are NaN or Inf; its argument `states` is up to {largest}, which fp16 does not hold."
+    assert said in str(caught.value)
+    assert "mask" not in str(caught.value)
+
+
 class Squashed(nn.Module):
     """A matrix beyond fp16 that nothing scales: `tanh` wants its product."""
 

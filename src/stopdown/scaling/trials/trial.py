@@ -16,6 +16,7 @@ run but not compared, as noise differs by format.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import re
@@ -33,15 +34,18 @@ from torch.utils import _pytree as pytree
 from stopdown.errors import ScalingError, TrialError, take_first_line
 from stopdown.interception.autocast import watched_autocast
 from stopdown.interception.patches import Patches
-from stopdown.module_calls.call import PlainCall
+from stopdown.module_calls.call import PlainCall, is_mask
+from stopdown.module_calls.call_inputs import name_inputs
 from stopdown.module_calls.kept_state import KeptState, describe_kept, run_call
 from stopdown.module_calls.mixed_dtypes import PRODUCT_FUNCTIONS
+from stopdown.number_formats import FORMATS
 from stopdown.numerics import (
     count_flops,
     count_non_finite,
     describe_excess,
     is_away,
     iterate_tensors,
+    measure_amax,
     measure_error,
 )
 from stopdown.scaling.folding.folds import cast_, fold_scaling
@@ -352,7 +356,7 @@ def _try_calls(module: torch.nn.Module, reference: Reference) -> Trial:
                 continue
             why = f"it raises {type(error).__name__}: {first[:200]}"
             raise _refuse(why) from error
-        _demand_alike(output, run)
+        _demand_alike(module, call, output, run)
         done += 1
         if run.draws:
             notes.append("A call draws random numbers, which differ by format: it is not compared.")
@@ -377,7 +381,7 @@ def _lacks_kernel(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or "not implemented for '" in str(error)
 
 
-def _demand_alike(output: Any, run: Run) -> None:
+def _demand_alike(module: torch.nn.Module, call: PlainCall, output: Any, run: Run) -> None:
     """Check that a trial's call returns the containers, shapes and types of fp32, and only finite values.
 
     Raises:
@@ -397,8 +401,24 @@ def _demand_alike(output: Any, run: Run) -> None:
         if bad := sum(count_non_finite(tensor)):
             raise _refuse(
                 f"its output is not that of fp32: {bad} of {tensor.numel()} values of tensor "
-                f"{number} are NaN or Inf",
+                f"{number} are NaN or Inf{_explain_arguments(module, call)}",
             )
+
+
+def _explain_arguments(module: torch.nn.Module, call: PlainCall) -> str:
+    """Return, as a clause, which arguments fp16 doesn't hold, whatever the exponents; "" if it holds all.
+
+    Masks are left out, since their casts keep them finite.
+    """
+    function, args, kwargs = call
+    names = tuple(inspect.signature(module.forward if function is module else function).parameters)
+    found: dict[str, float] = {}
+    for name, x in name_inputs(args, kwargs or {}, names):
+        if x.is_floating_point() and x.dim() > 1 and not is_mask(name):
+            found[name] = max(found.get(name, 0.0), measure_amax(x))
+    largest = FORMATS["fp16"].largest
+    beyond = [f"`{name}` is up to {amax:.2g}" for name, amax in found.items() if amax > largest]
+    return f"; its argument {' and '.join(beyond)}, which fp16 does not hold" if beyond else ""
 
 
 def _outline(spec: Any) -> str:
