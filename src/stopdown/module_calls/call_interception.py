@@ -62,6 +62,13 @@ class Rank(enum.IntEnum):
     EXPONENTS = 9  # refuses calls that the exponents don't hold for
 
 
+class _Thread(threading.local):
+    bared: tuple[object, ...] = ()
+
+
+_thread = _Thread()
+
+
 class _Stack:
     """The layers (functions around a call) on one method of one object, innermost first."""
 
@@ -92,10 +99,6 @@ class _Stack:
         if self._is_inherited and getattr(self.original, "__func__", now) is not now:
             self.original = types.MethodType(cast(Any, now), self.owner)
 
-    def hide(self, patches: Patches, method: str) -> None:
-        """Let this thread call the original method without the layers, until `patches` is undone."""
-        patches.set_attribute(self.owner, method, _Bypass(self))
-
     def add(self, entry: tuple[Rank, Callee, Layer]) -> None:
         self.layers = tuple(sorted((*self.layers, entry), key=lambda one: one[0]))
 
@@ -103,8 +106,7 @@ class _Stack:
         """Remove one layer; with the last one, restore the method unless other code has replaced it."""
         with CHANGING:
             self.layers = tuple(other for other in self.layers if other is not entry)
-            found = vars(self.owner).get(self.method)
-            if not self.layers and (found is self.call or isinstance(found, _Bypass)):
+            if not self.layers and vars(self.owner).get(self.method) is self.call:
                 self.patches.undo()
 
 
@@ -113,12 +115,14 @@ class _StackCall:
 
     def __init__(self, stack: _Stack) -> None:
         functools.update_wrapper(self, stack.original)
+        if owner := getattr(stack.original, "__self__", None):
+            self.__self__ = owner
         self.stopdown_stack = stack
         self.__code__ = type(self).__call__.__code__  # `module.compile()` asks for it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stack = self.stopdown_stack
-        if is_traced():
+        if is_traced() or stack.owner in _thread.bared:
             return stack.original(*args, **kwargs)
         stack.follow()
         return _enter(stack.call_original, stack.layers, args, kwargs)
@@ -126,27 +130,6 @@ class _StackCall:
     def __get__(self, instance: object, owner: type) -> Any:
         """Bind like a function, so that a stack on a class is a method."""
         return self if instance is None else types.MethodType(self, instance)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.stopdown_stack.original, memo)
-
-
-class _Bypass:
-    """Callable in place of an intercepted method, which calls the original in the thread that made it.
-
-    Other threads' calls go through the layers as before. A deep copy is that of the original.
-    """
-
-    def __init__(self, stack: _Stack) -> None:
-        functools.update_wrapper(self, stack.original)
-        if owner := getattr(stack.original, "__self__", None):
-            self.__self__ = owner
-        self.stopdown_stack, self._thread = stack, threading.get_ident()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stack = self.stopdown_stack
-        is_own = threading.get_ident() == self._thread
-        return (stack.original if is_own else stack.call)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.stopdown_stack.original, memo)
@@ -321,11 +304,12 @@ def bared(module: torch.nn.Module) -> Iterator[None]:
 
     A capture of the module therefore doesn't trace them.
     """
-    stacks = {name: stack for name, found in vars(module).items() if (stack := _find_stack(found))}
-    with Patches() as patches:
-        for name, stack in stacks.items():
-            stack.hide(patches, name)
+    before = _thread.bared
+    _thread.bared = (*before, module)
+    try:
         yield
+    finally:
+        _thread.bared = before
 
 
 def copy_layers(source: torch.nn.Module, target: torch.nn.Module, below: Rank) -> None:

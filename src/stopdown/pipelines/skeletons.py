@@ -13,7 +13,6 @@ Not covered: weights that a quantiser stores in its own classes.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -37,7 +36,7 @@ from stopdown.fake_tensors.fake_modules import (
 from stopdown.fold_names import name_parameters
 from stopdown.interception.module_paths import OWN_ATTRIBUTES
 from stopdown.interception.patches import Patches
-from stopdown.module_calls.call_interception import bared, copy_layers
+from stopdown.module_calls.call_interception import copy_layers
 from stopdown.number_formats import name_dtype
 from stopdown.scaling import Rank
 from stopdown.sources.component_classes import describing_failures, find_class, limited_building
@@ -259,10 +258,7 @@ def _copy_module(
             wanted = _choose_loaded(type(module), dtype, name, tensor, name in weights)
         made = memo.make_fake(tensor, wanted)
         memo.copies[id(tensor)] = mark_as_parameter(made) if _is_parameter(tensor) else made
-    with contextlib.ExitStack() as stack:
-        for part in module.modules():
-            stack.enter_context(bared(part))
-        shadow = copy.deepcopy(module, memo.copies)
+    shadow = copy.deepcopy(module, memo.copies)
     for part in shadow.modules():
         _strip_offload(part)
     _teach_casts(shadow)

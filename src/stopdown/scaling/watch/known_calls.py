@@ -22,7 +22,6 @@ from stopdown.fake_tensors.fake_modules import detach_derived
 from stopdown.fold_names import name_parameters, split_fold_name
 from stopdown.module_calls.answers import strip_answers
 from stopdown.module_calls.call import ComponentCall
-from stopdown.module_calls.call_interception import bared
 from stopdown.module_calls.call_signatures import Sizes, resize_call
 from stopdown.module_calls.module_code import CODE_WORDS
 from stopdown.module_calls.module_settings import ModuleSettings
@@ -281,7 +280,7 @@ def _copy_without_weights(module: torch.nn.Module) -> torch.nn.Module | None:
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         memo[id(tensor)] = torch.nn.Parameter(empty, False) if is_parameter else empty
     try:
-        with bared(module), in_full(module):
+        with in_full(module):
             return copy_module(module, memo)
     except Exception:  # a module may hold anything
         return None
