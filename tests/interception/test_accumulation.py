@@ -1,8 +1,7 @@
-"""Sums in fp16: switches that are set and put back, an emulation held against slow arithmetic, a repair."""
+"""Sums in fp16: an emulation held against slow arithmetic, and what is predicted of them."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -16,13 +15,8 @@ from torch.nn import functional
 from models.fp16_sums import summing_in_fp16
 from models.pipeline_calls import SCORED_PATH, make_scored_svd
 from models.snapshots import assert_untouched
-from stopdown.component_calls.components import find_components
 from stopdown.interception import accumulation
-from stopdown.interception.accumulation import GROUP, Sum, accumulating, find_sums
-from stopdown.plans.applier import apply_plan
-from stopdown.plans.plan_files import read_class_versions
-from stopdown.plans.weight_fingerprints import sample_weights
-from stopdown.records import Accumulation, ComponentPlan, Plan, from_json, to_json
+from stopdown.interception.accumulation import GROUP, Sum, find_sums
 from stopdown.runtime.guard import guard
 
 
@@ -85,16 +79,13 @@ def test_convolution_whose_sum_leaves_fp16_on_its_way_is_lost_and_found() -> Non
 
 
 def test_a_sum_that_leaves_fp16_on_its_way_is_lost() -> None:
-    """In fp32 it comes back; in fp16 it is Inf; where the switch is off it comes back again."""
+    """In fp32 it comes back; in fp16 it is Inf."""
     left = torch.full((1, 4 * GROUP), 128.0).half()
     right = torch.cat(
         [torch.full((2 * GROUP, 1), 128.0), torch.full((2 * GROUP, 1), -128.0)]
     ).half()
     assert (left @ right).item() == 0
     with summing_in_fp16():
-        assert math.isinf((left @ right).item())
-        with accumulating(False):
-            assert (left @ right).item() == 0
         assert math.isinf((left @ right).item())
 
 
@@ -199,34 +190,6 @@ def test_it_is_shown_on_any_device(unet_call: Any, half: Any) -> None:
         assert run_half(half, call).isnan().any()
 
 
-def test_a_plan_repairs_it_for_its_component_alone(unet_call: Any, half: Any) -> None:
-    """With the switch off during the UNet's calls it is right; around them the switch is as it was."""
-    _, call, reference = unet_call
-    plan = make_plan(half, "unet", Accumulation(fp16_accumulation=False))
-    assert from_json(to_json(plan), Plan) == plan
-    with summing_in_fp16(), assert_untouched(half), apply_plan(half, plan):
-        assert (run_half(half, call) - reference).abs().max() < 0.1
-        assert torch.backends.cuda.matmul.allow_fp16_accumulation
-    with summing_in_fp16():
-        assert run_half(half, call).isnan().any()
-
-
-def make_plan(pipe: Any, component: str, accumulation: Accumulation) -> Plan:
-    """A plan that leaves every component as it is loaded, but for the sums of one."""
-    entries = tuple(
-        ComponentPlan(
-            name,
-            type(module).__name__,
-            sample_weights(module),
-            "as loaded",
-            accumulation=accumulation if name == component else None,
-        )
-        for name, module in find_components(pipe).items()
-    )
-    kind = type(pipe).__name__
-    return Plan("made here", "", kind, "fp16", read_class_versions(), entries, "cpu", 0.0)
-
-
 @pytest.mark.thorough
 def test_a_guard_repairs_it_too(unet_call: Any) -> None:
     """Without a plan the guard sees NaN in the block, finds the attention, and the result is good."""
@@ -247,20 +210,6 @@ def test_a_guard_repairs_it_too(unet_call: Any) -> None:
     assert repair.module_path.startswith("block:attn1")
     assert repair.action in ("rescaled", "fp32-module")
     assert (found - reference).abs().max() < 0.1
-
-
-def test_the_switch_is_put_back() -> None:
-    """After the block, after an exception and in nested blocks it is as it was."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_fp16_accumulation
-    with accumulating(True):
-        assert matmul.allow_fp16_accumulation
-        with contextlib.suppress(KeyboardInterrupt), accumulating(False):
-            assert not matmul.allow_fp16_accumulation
-            raise KeyboardInterrupt
-        with accumulating(None):
-            assert matmul.allow_fp16_accumulation
-    assert matmul.allow_fp16_accumulation == before
 
 
 def test_large_products_are_summed_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Kernels that sum in fp16, emulated on any device.
 
 The emulation adds groups of 16 products, each exact in fp32, to accumulators that are rounded to fp16 after
-each group. It heeds PyTorch's switch as the hardware does.
+each group.
 """
 
 from __future__ import annotations
@@ -12,28 +12,24 @@ from collections.abc import Iterator
 
 import torch
 
-from stopdown.interception.accumulation import SWITCH, ProductReplacement, accumulating, sum_groups
+from stopdown.interception.accumulation import ProductReplacement, sum_groups
 
 
 @contextlib.contextmanager
 def summing_in_fp16(*operations: str) -> Iterator[None]:
     """Sum products of fp16 tensors in fp16 inside the block, on any device.
 
-    It switches `allow_fp16_accumulation` on; where that is off again (a plan says so for a component)
-    sums are in fp32, as they are on hardware.
-
     Args:
         operations: which products, as `Sum.operation` names them; the others are summed in fp32 and
             rounded once. None for all.
     """
     multiply = functools.partial(_multiply, frozenset(operations))
-    with accumulating(True), ProductReplacement(multiply, _is_summed_in_fp16):
+    with ProductReplacement(multiply, _is_summed_in_fp16):
         yield
 
 
 def _is_summed_in_fp16(factor: torch.Tensor) -> bool:
-    is_on = bool(getattr(torch.backends.cuda.matmul, SWITCH, True))
-    return is_on and factor.dtype == torch.float16
+    return factor.dtype == torch.float16
 
 
 def _multiply(

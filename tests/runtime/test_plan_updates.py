@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from stopdown.plans.calibrated import describe_scaling
 from stopdown.records import (
-    Accumulation,
     ComponentPlan,
     Operands,
     ResidualStream,
@@ -58,7 +57,7 @@ SCALINGS = st.builds(
     shapes=st.dictionaries(TEXTS, st.just((((4, 16), (4,)),)), max_size=2),
 )
 FIELDS = {x.name for x in dataclasses.fields(Scaling)}
-BARE = ComponentPlan("vae", "VAE", "0" * 64, "fp32", accumulation=Accumulation(False))
+BARE = ComponentPlan("vae", "VAE", "0" * 64, "fp32", kept_fp32=("wo",))
 
 
 def test_every_field_is_drawn() -> None:
@@ -75,7 +74,7 @@ def test_every_field_survives_a_plan(scaling: Scaling) -> None:
     assert kept == entry
     assert kept.scaling == scaling
     assert describe_scaling(kept, kept.scaling, "fp16", 3) == entry
-    assert entry.accumulation == BARE.accumulation
+    assert entry.kept_fp32 == BARE.kept_fp32
 
 
 def test_what_nobody_counted_is_not_in_a_plan() -> None:
@@ -121,7 +120,7 @@ def test_a_repaired_entry_is_certified_no_more_and_keeps_its_limits() -> None:
     assert updated.reasons.count("A run repaired it.") == 1
 
 
-def test_a_cast_entry_keeps_its_switches() -> None:
-    """A component that a repair brought to bf16 is summed as its plan says."""
+def test_a_cast_entry_keeps_its_fp32_modules() -> None:
+    """A component that a repair brought to bf16 has the fp32 modules that its plan lists."""
     updated = update_entry(certify(), (cast_component("bf16"),), 0, ["Why."])
-    assert (updated.precision, updated.accumulation) == ("bf16", BARE.accumulation)
+    assert (updated.precision, updated.kept_fp32) == ("bf16", BARE.kept_fp32)

@@ -1,1 +1,1 @@
-"""Reversible changes to PyTorch modules and calls: undo stack, hooks, casts, accumulation modes."""
+"""Reversible changes to PyTorch modules and calls: undo stack, hooks, casts, sums in fp16."""

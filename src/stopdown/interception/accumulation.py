@@ -1,4 +1,4 @@
-"""Accumulation in fp16 by matrix products: PyTorch's switch for it, and which products it would overflow.
+"""Prediction of the matrix products that overflow if they are accumulated in fp16.
 
 An element of a matrix product is a sum of many products. Most hardware accumulates fp16 products in fp32
 and rounds once. Some kernels accumulate in fp16: tensor cores with fp16 accumulators (PyTorch's
@@ -7,23 +7,20 @@ fp16's range is then Inf, even if the final sum would fit. Attention shows this 
 before they are divided by the root of the width, and Inf minus Inf in the softmax is NaN. Stable Video
 Diffusion failed so under a compiler on A100 and A30, but not on V100, whose kernels accumulated in fp32.
 
-`accumulating` sets the switch inside a block. `find_sums` predicts from one call in fp32 which sums would
-overflow.
+`find_sums` predicts from one call in fp32 which sums would overflow.
 
 Products are summed in groups of 16, as tensor cores do in principle. The order of real kernels differs,
 so a sum slightly beyond 65504 may or may not overflow on a given card. Convolutions are summed as
 implicit matrix products: one kernel position after the other, 16 channels at a time.
 
-Not covered: transposed convolutions, `einsum`, and products inside compiled code. The switch is global to
-the process: two threads that set it differently disturb each other.
+Not covered: transposed convolutions, `einsum`, and products inside compiled code.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,26 +43,6 @@ SUBNORMAL = 2.0**-25
 
 PIECE = 2**24
 """Number of sums that are computed at a time: 64 MiB in fp32."""
-
-SWITCH = "allow_fp16_accumulation"
-
-
-@contextlib.contextmanager
-def accumulating(in_fp16: bool | None) -> Iterator[None]:
-    """Set PyTorch's switch for fp16 accumulation inside the block, and restore it afterwards.
-
-    A version of PyTorch without the switch does nothing.
-
-    Args:
-        in_fp16: the switch's value; None leaves it.
-    """
-    matmul = torch.backends.cuda.matmul
-    with Patches() as patches:
-        before = getattr(matmul, SWITCH, None)
-        if in_fp16 is not None and before is not None:
-            patches.defer(functools.partial(setattr, matmul, SWITCH, before))
-            setattr(matmul, SWITCH, in_fp16)
-        yield
 
 
 def bound_rounded_sum(largest: float, terms: int) -> float:

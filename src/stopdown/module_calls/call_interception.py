@@ -52,7 +52,7 @@ class Rank(enum.IntEnum):
 
     ENDS = 0  # multiplies arguments as the exponents of the weights require
     COMPONENT = 1  # records the component's actual arguments, and casts them like its weights
-    PLAN = 2  # casts between components, sets the accumulation mode, checks adapters
+    PLAN = 2  # casts between components, checks adapters
     MEMORY = 3  # loads weights onto the device, computes attention in pieces
     FAULT = 4  # injects faults, for tests
     GUARD = 5  # checks the output; repairs the component and runs the call again

@@ -41,7 +41,6 @@ from stopdown.component_calls.stated_dtypes import state_dtypes
 from stopdown.diagnosis.texts import REFUSALS, is_refusal
 from stopdown.errors import PlanError, ScalingError, warn_user
 from stopdown.fold_names import RESCALED, find_folded_parts, name_parameters
-from stopdown.interception.accumulation import accumulating
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.module_paths import casts_weights
 from stopdown.interception.patches import Patches, SameInCopies
@@ -501,7 +500,6 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches, *, keeps_upcast: boo
     narrow = [_find(pipe, name) for name in halves]
     state_dtypes(narrow, wide, patches)
     explain_foreign_casts(pipe, plan, patches)
-    _put_accumulations(pipe, plan, patches)
 
 
 def _refuses_casts(module: torch.nn.Module | None) -> bool:
@@ -516,24 +514,6 @@ def _returns_wide(entry: ComponentPlan) -> bool:
     """
     is_encoder = find_stage(entry.component) == "encode"
     return bool(entry.in_force.outputs) or (is_encoder and entry.precision != "fp16")
-
-
-def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:
-    """Switch PyTorch's fp16 accumulation of matrix products during each component's calls, as the plan
-    says.
-    """
-    wanted = {x.component: x.accumulation for x in plan.components if x.accumulation is not None}
-
-    def put(callee: Callee, layers: Patches) -> None:
-        def accumulate(call: ComponentCall) -> Any:
-            with accumulating(wanted[callee.component_name].fp16_accumulation):
-                return call.proceed()
-
-        if callee.component_name in wanted:
-            intercept(callee, accumulate, layers, Rank.PLAN)
-
-    if wanted:
-        intercept_components(pipe, put, patches)
 
 
 def _find(program: Any, name: str) -> torch.nn.Module:

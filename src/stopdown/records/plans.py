@@ -161,18 +161,6 @@ class MemoryForecast(Displayed):
 
 
 @dataclass(frozen=True, repr=False)
-class Accumulation(Displayed):
-    """PyTorch's accumulation mode during a component's calls.
-
-    Attributes:
-        fp16_accumulation: whether products of fp16 matrices may be accumulated in fp16; None leaves
-            PyTorch's switch.
-    """
-
-    fp16_accumulation: bool | None = None
-
-
-@dataclass(frozen=True, repr=False)
 class ComponentPlan(Displayed):
     """How one component runs, or one call of it, and why.
 
@@ -185,7 +173,6 @@ class ComponentPlan(Displayed):
         scaling: its exponents, modules in fp32, and the evidence for them; used in fp16 only. None casts
             the component as if it had been loaded in the precision.
         calls: number of measured calls.
-        accumulation: PyTorch's accumulation mode during its calls; None leaves it.
         reasons: sentences.
         stored: format of most of its weights on disk; None if unknown.
         kept_fp32: modules that stay in fp32.
@@ -198,7 +185,6 @@ class ComponentPlan(Displayed):
     precision: str = "fp32"
     scaling: Scaling | None = None
     calls: int = 0
-    accumulation: Accumulation | None = None
     reasons: tuple[str, ...] = ()
     stored: str | None = None
     kept_fp32: tuple[str, ...] = ()
