@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from stopdown.interception.arguments import HeldContainers
 from stopdown.module_calls.call import (
     ComponentCall,
-    HeldContainers,
     bring_back,
     cast_floats,
     find_float_dtype,
@@ -190,7 +190,7 @@ def test_the_last_pattern_that_matches_decides(
 def test_containers_of_the_caller_are_put_back() -> None:
     """What code puts into a list or mapping that it is given comes out again."""
     given, cache = [torch.ones(1)], {"a": torch.ones(1)}
-    held = HeldContainers(make_call(given, timestep=cache))
+    held = HeldContainers(((given,), {"timestep": cache}))
     given.append(torch.zeros(1))
     cache["b"] = torch.zeros(1)
     held.restore()

@@ -6,14 +6,12 @@ their dtype between components (`keeps`). This module also changes, signs and ca
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import enum
 import fnmatch
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -22,7 +20,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stopdown.errors import OptionError, take_one_line
-from stopdown.interception.arguments import Change, Keeps, put_back, replace_tensors
+from stopdown.interception.arguments import (
+    Change,
+    Keeps,
+    casting_objects,
+    put_back,
+    replace_tensors,
+)
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.randomness import Restore, save_random
 from stopdown.module_calls.callee import DIFFUSERS_KEEPS, Callee
@@ -118,7 +122,7 @@ class ComponentCall:
             floats = (x for x in iterate_tensors(self.named.get(name)) if x.is_floating_point())
             return dtype != torch.float32 or any(x.dtype not in HALVES for x in floats)
 
-        with _casting_objects((self.args, self.kwargs), dtype):
+        with casting_objects((self.args, self.kwargs), dtype):
             output = self.proceed_with(functools.partial(_cast, dtype=dtype), keeps)
         if came_as is None or self.callee.stage == "decode":
             return output
@@ -162,12 +166,15 @@ class ComponentCall:
 
         Cost: a host read for each floating argument.
         """
-        if self.is_given_finite:
-            return self
+        return self if self.is_given_finite else self.with_arguments(_clean)
+
+    def with_arguments(self, change: Callable[[str, Any], Any]) -> ComponentCall:
+        """Return the call with each argument replaced by the result of a function of its name and value."""
         names = (*self.callee.argument_names, *[""] * len(self.args))
-        args = [_clean(name, x) for name, x in zip(names, self.args, strict=False)]
-        kwargs = {name: _clean(name, x) for name, x in self.kwargs.items()}
-        return replace(self, args=tuple(args), kwargs=kwargs)
+        args = tuple(change(name, x) for name, x in zip(names, self.args, strict=False))
+        return replace(
+            self, args=args, kwargs={name: change(name, x) for name, x in self.kwargs.items()}
+        )
 
     def begin_again(self, module: torch.nn.Module | None = None) -> Any:
         """Repeat the call from its outermost layer, on another module if one is given."""
@@ -190,117 +197,20 @@ class ComponentCall:
         )
         return self.callee.bind(module), args, kwargs
 
-    def save(self, module: torch.nn.Module, device: torch.device) -> tuple[Restore, ...]:
+    def save(
+        self, module: torch.nn.Module, device: torch.device | None = None
+    ) -> tuple[Restore, ...]:
         """Save the states of random generators and step caches before a call changes them, so that it
         can be repeated.
+
+        Args:
+            device: on which random numbers are drawn; None for that of the module's weights.
 
         Returns:
             Functions that restore them.
         """
-        return save_random(device, self.kwargs), save_caches(module)
-
-
-class HeldContainers:
-    """A snapshot of the lists, sets, dicts and objects among a call's arguments, which the call may fill.
-
-    Of an object, such as a key/value cache, the dict of its attributes is saved. Tensors aren't copied.
-    """
-
-    def __init__(self, call: ComponentCall) -> None:
-        found = _list_containers((call.args, call.kwargs), set())
-        self._containers = [(x, copy.copy(x)) for x in found]
-        self._objects = list(_list_objects((call.args, call.kwargs)))
-
-    def __bool__(self) -> bool:
-        return bool(self._containers)
-
-    @property
-    def has_objects(self) -> bool:
-        """Whether the arguments contain objects with attributes that a call may set."""
-        return bool(self._objects)
-
-    @property
-    def has_kept_tensors(self) -> bool:
-        """Whether objects among the arguments held tensors before the call."""
-        return any(True for x in self._objects for _ in iterate_tensors(x))
-
-    @property
-    def is_filled(self) -> bool:
-        """Whether the call has put new tensors into lists, sets, dicts or objects among its arguments."""
-        known = {id(x) for _, held in self._containers for x in _list_items(held)}
-        return any(
-            id(x) not in known and any(True for _ in iterate_tensors(x))
-            for container, _ in self._containers
-            for x in _list_items(container)
-        )
-
-    def restore(self) -> None:
-        """Restore the contents that lists, sets, dicts and objects had before the call."""
-        for container, held in self._containers:
-            if list(map(id, _list_items(container))) != list(map(id, _list_items(held))):
-                container.clear()
-                container.extend(held) if isinstance(container, list) else container.update(held)
-
-
-def _list_items(container: Any) -> list[Any]:
-    return list(container.values() if isinstance(container, dict) else container)
-
-
-def _list_containers(value: Any, seen: set[int]) -> Iterator[Any]:
-    """List the lists, sets, dicts and objects' attribute dicts inside a call's arguments, each once."""
-    for item in value.values() if isinstance(value, dict) else value:
-        if id(item) in seen:
-            continue
-        if type(item) in (list, dict, set):
-            seen.add(id(item))
-            yield item
-        if type(item) in (list, dict, tuple):
-            yield from _list_containers(item, seen)
-        elif _is_object(item):
-            seen.add(id(item))
-            yield vars(item)
-            yield from _list_containers(vars(item), seen)
-
-
-def _list_objects(value: Any) -> Iterator[Any]:
-    for item in value.values() if isinstance(value, dict) else value:
-        if type(item) in (list, dict, tuple):
-            yield from _list_objects(item)
-        elif _is_object(item):
-            yield item
-
-
-def _is_object(value: Any) -> bool:
-    """Return whether a value is an object with attributes that a call may set: no tensor, module, type
-    or function.
-    """
-    plain = (torch.Tensor, torch.nn.Module, type, torch.Generator, enum.Enum)
-    return hasattr(value, "__dict__") and not (isinstance(value, plain) or callable(value))
-
-
-@contextlib.contextmanager
-def _casting_objects(arguments: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Cast the tensors in objects among a call's arguments in the block, and put back those that the call
-    didn't replace.
-    """
-    cast: list[tuple[Any, Any, torch.Tensor, torch.Tensor]] = []
-    for container in _list_containers([*_list_objects(arguments)], set()):
-        for key, value in () if isinstance(container, set) else _list_slots(container):
-            is_float = isinstance(value, torch.Tensor) and value.dtype in (*HALVES, torch.float32)
-            if is_float and value.dtype != dtype:
-                container[key] = value.to(dtype)
-                cast.append((container, key, value, container[key]))
-    try:
-        yield
-    finally:
-        for container, key, value, given in cast:
-            if dict(_list_slots(container)).get(key) is given:
-                container[key] = value
-
-
-def _list_slots(container: Any) -> list[tuple[Any, Any]]:
-    """List the pairs of key and value in a dict, or of index and value in a list."""
-    return list(container.items() if isinstance(container, dict) else enumerate(container))
+        here = next((x.device for x in module.parameters()), torch.device("cpu"))
+        return save_random(device or here, self.kwargs), save_caches(module)
 
 
 def is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:
@@ -379,6 +289,15 @@ def stays_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     if writes is not None:
         _HELD[tensor] = (writes, found)
     return found
+
+
+def are_finite(value: Any) -> bool:
+    """Return whether all tensors in a nested structure are finite; those that can't be read don't count.
+
+    Cost: a host read.
+    """
+    bounds = bound_values([x for x in iterate_tensors(value) if is_readable(x)])
+    return bounds is None or not is_plain() or bool(bounds.isfinite().all())
 
 
 def narrow_if_finite(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,12 +25,12 @@ from torch.nn import functional as F
 
 from stopdown.diagnosis.texts import REFUSALS, is_refusal
 from stopdown.errors import ScalingError, take_first_line
+from stopdown.interception.arguments import HeldContainers
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
-from stopdown.module_calls.call import ComponentCall, HeldContainers, cast_floats, narrow_if_finite
-from stopdown.module_calls.outermost_calls import is_plain
-from stopdown.numerics import bound_values, is_readable, iterate_tensors, measure_amax
+from stopdown.module_calls.call import ComponentCall, are_finite, cast_floats, narrow_if_finite
+from stopdown.numerics import iterate_tensors, measure_amax
 
 
 class ReplacedError(Exception):
@@ -69,13 +69,12 @@ class Entrance:
         beyond = call.list_beyond(dtype)
         if not beyond:
             return call.proceed_in(dtype, wide=self.wide)
-        device = next((x.device for x in self.module.parameters()), torch.device("cpu"))
-        held, restores = HeldContainers(call), call.save(self.module, device)
+        held, restores = HeldContainers((call.args, call.kwargs)), call.save(self.module)
         self._put_on()
         refused: Exception | None = None
         try:
             output = _widen(call, beyond).proceed_in(dtype, beyond, self.wide)
-            if not refuses or _is_finite(output):
+            if not refuses or are_finite(output):
                 self._keep_used()
                 return output
             why = "what it gives then is not finite"
@@ -134,15 +133,9 @@ class _WideLayer:
 
 def _widen(call: ComponentCall, beyond: list[str]) -> ComponentCall:
     """Return the call with the arguments named in `beyond` cast to fp32, also from bf16."""
-    names = (*call.callee.argument_names, *[""] * len(call.args))
-    args = [
-        cast_floats(x, torch.float32) if name in beyond else x
-        for name, x in zip(names, call.args, strict=False)
-    ]
-    wide = {
-        name: cast_floats(x, torch.float32) for name, x in call.kwargs.items() if name in beyond
-    }
-    return replace(call, args=tuple(args), kwargs={**call.kwargs, **wide})
+    return call.with_arguments(
+        lambda name, x: cast_floats(x, torch.float32) if name in beyond else x
+    )
 
 
 def _convolve(layer: Any, given: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
@@ -166,11 +159,6 @@ _IN_FP32: dict[type, Callable[..., torch.Tensor]] = {
     ),
 }
 """Class of a layer → function that computes it with other weights."""
-
-
-def _is_finite(output: Any) -> bool:
-    bounds = bound_values([x for x in iterate_tensors(output) if is_readable(x)])
-    return bounds is None or not is_plain() or bool(bounds.isfinite().all())
 
 
 def _explain(call: ComponentCall, beyond: list[str], why: str) -> BeyondError:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from stopdown.interception.arguments import HeldContainers
 from stopdown.interception.patches import Patches
 
 
@@ -22,14 +23,7 @@ def save_caches(module: torch.nn.Module) -> Callable[[], None]:
 
     Cost: nothing without a cache; with one, a pass over the modules, without copies of tensors.
     """
-    kept = [(target, _copy(vars(target))) for target in _find_states(module)]
-
-    def restore() -> None:
-        for target, values in kept:
-            vars(target).clear()
-            vars(target).update(_copy(values))
-
-    return restore
+    return HeldContainers(list(_find_states(module))).restore
 
 
 @contextlib.contextmanager
@@ -146,11 +140,3 @@ def iterate_hooks(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         registry = vars(child).get("_diffusers_hook")
         for hook in registry.hooks.values() if registry is not None else ():
             yield path, hook
-
-
-def _copy(values: dict[str, Any]) -> dict[str, Any]:
-    """Copy a mapping and the lists, dicts and sets in it; other values are shared."""
-    return {
-        name: type(value)(value) if type(value) in (dict, list, set) else value
-        for name, value in values.items()
-    }

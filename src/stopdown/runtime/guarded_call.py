@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from stopdown.interception.arguments import HeldContainers
 from stopdown.interception.autocast import read_autocast
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.module_paths import casts_weights
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import Restore
-from stopdown.module_calls.call import HeldContainers, find_float_dtype
+from stopdown.module_calls.call import find_float_dtype
 from stopdown.module_calls.call_inputs import fits, name_inputs, read_sizes, show_sizes
 from stopdown.module_calls.callee import Callee
 from stopdown.module_calls.kept_state import KeptState
@@ -191,7 +192,7 @@ class Call:
             self.record_cast()  # a call of another signature had the component repaired
         self.latest.kept = None if self.writes is False else KeptState(self.module)
         self.latest.changed, self.latest.applied = [], self.state.applied
-        self.latest.held, self.latest.fills = HeldContainers(call), False
+        self.latest.held, self.latest.fills = HeldContainers((call.args, call.kwargs)), False
         notes = self.state.notes
         notes.clear()
         names = call.callee.argument_names

@@ -40,15 +40,12 @@ from torch.utils import _pytree as pytree
 
 from stopdown.errors import ScalingError, warn_user
 from stopdown.fold_names import find_folded_parts
+from stopdown.interception.arguments import HeldContainers
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.module_calls.answers import add_answers
-from stopdown.module_calls.call import (
-    ComponentCall,
-    HeldContainers,
-    stays_finite,
-)
+from stopdown.module_calls.call import ComponentCall, are_finite, stays_finite
 from stopdown.module_calls.call_interception import (
     PartCall,
     Rank,
@@ -65,9 +62,7 @@ from stopdown.module_calls.entrances import BeyondError, ReplacedError
 from stopdown.module_calls.outermost_calls import is_plain, listen
 from stopdown.module_calls.step_caches import clear_caches
 from stopdown.numerics import (
-    bound_values,
     has_values,
-    is_readable,
     iterate_tensors,
 )
 from stopdown.scaling.folding.folds import (
@@ -485,7 +480,7 @@ class CallWatch(SameInCopies):
                 repeated.
             ScalingError: if they don't hold for the call.
         """
-        key, held, answers = self.sign(call), HeldContainers(call), list[Any]()
+        key, held, answers = self.sign(call), HeldContainers((call.args, call.kwargs)), list[Any]()
         ends = self._find_ends(key, call, held)
         ambient = without_autocast() if self._casts else contextlib.nullcontext()
         reads = self.known.reads_values(key) and is_plain()
@@ -493,7 +488,7 @@ class CallWatch(SameInCopies):
         with ambient:
             self.weights.check()
             is_known = ends is PLAIN
-            restores = () if is_known and not (held or reads) else self._save(call)
+            restores = () if is_known and not (held or reads) else call.save(self.module)
             try:
                 with noting_answers(answers) if reads else contextlib.nullcontext():
                     is_good, output = (
@@ -561,10 +556,6 @@ class CallWatch(SameInCopies):
             )
         return output
 
-    def _save(self, call: ComponentCall) -> tuple[Callable[[], object], ...]:
-        device = next((x.device for x in self.module.parameters()), torch.device("cpu"))
-        return call.save(self.module, device)
-
     def sign(self, call: ComponentCall) -> Key:
         """Return a call's signature and sizes; exponents are known to hold for calls with equal ones.
 
@@ -611,7 +602,7 @@ class CallWatch(SameInCopies):
         made = {id(x): x for x in iterate_tensors(output)}
         is_known = not ends.outputs or len(made) == ends.returned
         is_unread = self._is_guarded(call) or not is_plain()
-        is_right = is_unread or _is_finite(list(made.values())) or not call.is_given_finite
+        is_right = is_unread or are_finite(output) or not call.is_given_finite
         return is_known and is_right, output
 
     def scale(self, ends: CallEnds, call: ComponentCall) -> Any:
@@ -751,15 +742,6 @@ def _scale_inputs(ends: CallEnds, call: ComponentCall, *, narrows: bool = False)
 def _list_tensors(call: ComponentCall) -> Iterator[torch.Tensor]:
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     yield from (x for x in leaves if isinstance(x, torch.Tensor))
-
-
-def _is_finite(tensors: list[torch.Tensor]) -> bool:
-    """Return whether all elements of these tensors are finite; tensors that can't be read are skipped.
-
-    Cost: a host read.
-    """
-    bounds = bound_values([x for x in tensors if is_readable(x)])
-    return bounds is None or bool(bounds.isfinite().all())
 
 
 @dataclass
