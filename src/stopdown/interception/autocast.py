@@ -95,17 +95,25 @@ def _watch(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return enter
 
 
-def leave_autocast(module: torch.nn.Module, patches: Patches) -> None:
-    """Run a module's calls without autocast, by hooks, until `patches` is undone."""
+def run_within(
+    module: torch.nn.Module,
+    context: Callable[[], contextlib.AbstractContextManager[Any]],
+    patches: Patches,
+) -> None:
+    """Run a module's calls within a context, such as `without_autocast`, until `patches` is undone.
+
+    Args:
+        context: makes the context of one call.
+    """
     running: list[contextlib.ExitStack] = []  # of the calls that run, the innermost last
 
     def enter(part: Any, args: Any) -> None:
         stack = contextlib.ExitStack()
-        stack.enter_context(without_autocast())
+        stack.enter_context(context())
         running.append(stack)
 
     def leave(part: Any, args: Any, output: Any) -> None:
-        if running:
+        if running:  # not if another hook raised first
             running.pop().close()
 
     patches.defer(module.register_forward_pre_hook(enter).remove)

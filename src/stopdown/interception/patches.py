@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, MutableMapping
 from typing import Any, Self
 
@@ -44,9 +45,7 @@ class Patches:
 
     def set_attribute(self, target: object, name: str, value: object) -> None:
         """Set an attribute in the instance's own `__dict__`; undoing restores or removes it."""
-        before = vars(target).get(name, _ABSENT)
-        vars(target)[name] = value
-        self._undo.append(lambda: _restore(vars(target), name, before))
+        self.set_item(vars(target), name, value)
 
     def set_class_attribute(self, target: type, name: str, value: object) -> None:
         """Set an attribute of a class; undoing restores it, or removes it if it was inherited."""
@@ -124,6 +123,19 @@ class SameInCopies:
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
+
+
+def call_while_alive(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a bound method as long as its object lives, and does not keep it
+    alive.
+    """
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (alive := found()) is not None:
+            alive(*args)
+
+    return call
 
 
 def _restore(target: MutableMapping[Any, Any], key: Any, before: object) -> None:

@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from stopdown.component_call_names import is_inside
 from stopdown.errors import ScalingError
 from stopdown.fold_names import RESCALED, Folds, spread_columns, spread_rows
-from stopdown.interception.patches import Patches, SameInCopies
+from stopdown.interception.patches import Patches, SameInCopies, call_while_alive
 from stopdown.interception.tracing import is_traced
 from stopdown.module_calls.adapter_layers import (
     find_role_tensors,
@@ -97,13 +97,11 @@ class AdapterFolds(SameInCopies):
         patches.set_attribute(self.module, RESCALED, self)  # the only reference
         while _left_hooks:
             _left_hooks.pop().remove()
-        handle = register_module_module_registration_hook(
-            _see_weakly(weakref.WeakMethod(self._see))
-        )
+        handle = register_module_module_registration_hook(call_while_alive(self._see))
         patches.defer(handle.remove)
         weakref.finalize(self, _left_hooks.append, handle).atexit = False
         if callable(load := getattr(self.module, "load_lora_adapter", None)):
-            patches.set_attribute(self.module, load.__name__, self._releasing(load))
+            patches.set_attribute(self.module, load.__name__, _after(self._release, load))
 
     def _see(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
         """Start to scale the adapters of a layer that PEFT has just wrapped (a module-registration hook).
@@ -119,21 +117,28 @@ class AdapterFolds(SameInCopies):
             self._layers.add(layer)
             _FollowedLayer(layer, self)
 
+    def _list_followed(self) -> list[_FollowedLayer]:
+        return [x for layer in self._layers if (x := _find_followed(layer)) is not None]
+
     def _take_off(self) -> None:
-        for layer in list(self._layers):
-            if (followed := _find_followed(layer)) is not None:
-                followed.take_off()
+        for followed in self._list_followed():
+            followed.patches.undo()
         self._layers.clear()
 
-    def _releasing(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(inner)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for layer in self._layers:
-                if (followed := _find_followed(layer)) is not None:
-                    followed.release()
-            return inner(*args, **kwargs)
+    def _release(self) -> None:
+        for followed in self._list_followed():
+            followed.release()
 
-        return call
+
+def _after(action: Callable[[], None], inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that does something first and then calls another one."""
+
+    @functools.wraps(inner)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        action()
+        return inner(*args, **kwargs)
+
+    return call
 
 
 _left_hooks: list[RemovableHandle] = []
@@ -143,52 +148,31 @@ Collection can happen while PyTorch iterates over the hooks, which then must not
 """
 
 
-def _see_weakly(see: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
-    """Make a global module-registration hook from a bound method, without keeping the method's owner
-    alive.
-    """
-
-    def call(parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
-        found = see()
-        if found is not None:
-            found(parent, name, child)
-
-    return call
-
-
 class _FollowedLayer(SameInCopies):
     """Hooks on one PEFT layer that scale its adapters before calls and merges, and unscale them for saving.
 
     Only the layer's hooks refer to this object, so both are freed together.
+
+    Attributes:
+        patches: undoing them removes the hooks from the layer and restores its adapters.
     """
 
     def __init__(self, layer: Any, folds: AdapterFolds) -> None:
         self._layer, self._folds = weakref.ref(layer), folds
         self._done: dict[str, tuple[Any, list[torch.Tensor], Patches]] = {}
-        self._patches = patches = Patches()
+        self.patches = patches = Patches()
         patches.defer(self.release)
         patches.defer(layer.register_forward_pre_hook(self._before_call).remove)
         patches.defer(layer.register_load_state_dict_pre_hook(self._before_states).remove)
         patches.defer(layer.register_state_dict_pre_hook(self._before_states).remove)
+        merging = functools.partial(self.follow, is_merging=True)
         for method in ("merge", "unmerge"):
-            patches.set_attribute(layer, method, self._following(getattr(layer, method)))
-
-    def take_off(self) -> None:
-        """Remove the hooks from the layer and restore its adapters."""
-        self._patches.undo()
+            patches.set_attribute(layer, method, _after(merging, getattr(layer, method)))
 
     def release(self) -> None:
         """Restore the unscaled values of the adapters; the next call scales them again."""
         while self._done:
             self._done.popitem()[1][2].undo()
-
-    def _following(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(inner)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.follow(is_merging=True)
-            return inner(*args, **kwargs)
-
-        return call
 
     def _before_call(self, layer: Any, args: Any) -> None:
         if layer is self._layer() and not is_traced():
@@ -237,7 +221,7 @@ class _FollowedLayer(SameInCopies):
         base, folds, patches = layer.get_base_layer(), self._folds, Patches()
         path = unwrap_name(folds.paths[base])
         try:
-            made = self._find_exponents(base, parts, 0 if is_merged else _read_factor(folds, base))
+            made = self._find_exponents(base, parts, is_merged=is_merged)
         except ScalingError as error:
             raise ScalingError(
                 f"The adapter {name!r} cannot take the exponents of {path}: {error.what}.",
@@ -257,20 +241,27 @@ class _FollowedLayer(SameInCopies):
         return patches
 
     def _find_exponents(
-        self, base: Any, parts: Mapping[str, torch.Tensor], factor: int
+        self, base: Any, parts: Mapping[str, torch.Tensor], *, is_merged: bool
     ) -> dict[str, torch.Tensor]:
-        # a DoRA uses its layer's weight directly, not the layer's output
-        if "magnitude" in parts and _read_factor(self._folds, base):
+        path, given = self._folds.paths[base], self._folds.exponents
+        # an adapter adds to the layer's output after its multiply, if it isn't merged
+        multiply = self._folds.scaling.multiplies.get(path, 0)
+        if "magnitude" in parts and multiply:  # it uses the weight directly, not the layer's output
             raise ScalingError("it is a DoRA, and the layer's output is multiplied besides")
         if "magnitude" in parts and _is_fresh(base.weight, parts):
             parts = {role: part for role, part in parts.items() if role != "magnitude"}
-        rows = _read_rows(self._folds, base, "weight", factor)
-        assert rows is not None
-        bias, columns = (
-            _read_rows(self._folds, base, "bias", factor),
-            _read_columns(self._folds, base),
-        )
-        return find_part_exponents(parts, rows, bias, columns)
+
+        def spread(tensor: torch.Tensor, name: str) -> torch.Tensor:
+            rows = spread_rows(given.get(f"{path}.{name}", ()), len(tensor))
+            return (rows + (0 if is_merged else multiply)).to(tensor.device)
+
+        weight, bias = base.weight, getattr(base, "bias", None)
+        columns = None
+        if weight.dim() > 1:
+            columns = spread_columns(given.get(f"{path}.weight", ()), weight.shape[1])
+            columns = columns.to(weight.device)
+        rows_of_bias = None if bias is None else spread(bias, "bias")
+        return find_part_exponents(parts, spread(weight, "weight"), rows_of_bias, columns)
 
 
 def _find_followed(layer: Any) -> _FollowedLayer | None:
@@ -300,43 +291,6 @@ def refuse_gradient(tensor: torch.Tensor, what: str, patches: Patches) -> None:
 
     if tensor.requires_grad:
         patches.defer(tensor.register_hook(refuse).remove)
-
-
-def _read_rows(folds: AdapterFolds, base: Any, name: str, factor: int) -> torch.Tensor | None:
-    """Return the scale exponents of each row of a layer's weight or bias, `[out]` integers; None
-    without such a tensor.
-
-    Args:
-        base: the layer that the adapter wraps.
-        name: `"weight"` or `"bias"`.
-        factor: exponent of the multiply on the layer's output, which is added.
-    """
-    tensor = getattr(base, name, None)
-    if tensor is None:
-        return None
-    path = folds.paths[base]
-    rows = spread_rows(folds.exponents.get(f"{path}.{name}", ()), len(tensor))
-    return (rows + factor).to(tensor.device)
-
-
-def _read_columns(folds: AdapterFolds, base: Any) -> torch.Tensor | None:
-    """Return the scale exponents of each column of a layer's weight, `[in]` integers; None for a weight
-    without columns.
-
-    They add to those of the rows.
-    """
-    found = folds.exponents.get(f"{folds.paths[base]}.weight", ())
-    if base.weight.dim() < 2:
-        return None
-    return spread_columns(found, base.weight.shape[1]).to(base.weight.device)
-
-
-def _read_factor(folds: AdapterFolds, base: Any) -> int:
-    """Return the scale exponent of the multiply on a layer's output; 0 without one.
-
-    An adapter adds to the multiplied output, so it needs the same factor.
-    """
-    return folds.scaling.multiplies.get(folds.paths[base], 0)
 
 
 def _scale_norm(layer: Any, name: str, exponents: torch.Tensor) -> None:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 
+from stopdown.interception.autocast import run_within
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import FP16
 
@@ -36,17 +38,7 @@ def scale_clamps(module: torch.nn.Module, factors: Mapping[float, float], patche
         factors: maps each constant in the code to its factor.
         patches: undoing it ends this.
     """
-    scaled = _ScaledClamps(factors)
-
-    def enter(part: Any, args: Any) -> None:
-        scaled.__enter__()
-
-    def leave(part: Any, args: Any, output: Any) -> None:
-        if _get_current_function_mode() is scaled:  # not if another hook raised first
-            scaled.__exit__(None, None, None)
-
-    patches.defer(module.register_forward_pre_hook(enter).remove)
-    patches.defer(module.register_forward_hook(leave, always_call=True).remove)
+    run_within(module, partial(_ScaledClamps, factors), patches)
 
 
 class _ScaledClamps(TorchFunctionMode):

@@ -20,7 +20,7 @@ from stopdown.component_call_names import is_inside
 from stopdown.errors import InputError, OptionError, ScalingError
 from stopdown.fold_names import Place, list_folds, name_parameters, read_clamp, split_fold_name
 from stopdown.interception.arguments import hook_arguments
-from stopdown.interception.autocast import leave_autocast
+from stopdown.interception.autocast import run_within, without_autocast
 from stopdown.interception.code_homes import is_own
 from stopdown.interception.module_paths import casts_weights
 from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
@@ -563,14 +563,14 @@ def _cast_parts(
     if named_tensors:
         set_own_dtypes(module, before, dtype, patches)
     if keeps_fp32(given) or given.operands:
-        leave_autocast(module, patches)
+        run_within(module, without_autocast, patches)
     inputs = _list_outside(given.operands.cast_inputs, fp32_modules)
     cast_operands(module, replace(given.operands, cast_inputs=inputs), dtype, patches)
     wide_outputs = frozenset(given.outputs)
     if stream is not None:
         put_stream(module, _leave_out(stream, fp32_modules), dtype, patches, wide_outputs)
     for path in fp32_modules:
-        leave_autocast(_find_module(module, path), patches)
+        run_within(_find_module(module, path), without_autocast, patches)
         _hook_inputs(module, path, dtype, torch.float32, patches)
         if stream is None or not any(is_inside(x, path) for x in stream.cast_output_up):
             hook = _narrow_outputs if path else _narrow_what_fits

@@ -28,7 +28,6 @@ import copy
 import functools
 import sys
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -43,7 +42,7 @@ from stopdown.fold_names import find_folded_parts
 from stopdown.interception.arguments import HeldContainers
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.component_locks import find_lock
-from stopdown.interception.patches import Patches, SameInCopies
+from stopdown.interception.patches import Patches, SameInCopies, call_while_alive
 from stopdown.module_calls.answers import add_answers
 from stopdown.module_calls.call import ComponentCall, are_finite, stays_finite
 from stopdown.module_calls.call_interception import (
@@ -282,8 +281,8 @@ class CallWatch(SameInCopies):
             torch.compiler.reset()  # compiled without these hooks
         self._own.set_attribute(self.module, _WATCH, self)
         lock = find_lock(self.module)
-        self._own.set_attribute(lock, "begin", _call_while_alive(self._prepare_calls))
-        self._own.set_attribute(lock, "end", _call_while_alive(self._finish_calls))
+        self._own.set_attribute(lock, "begin", call_while_alive(self._prepare_calls))
+        self._own.set_attribute(lock, "end", call_while_alive(self._finish_calls))
         if "__reduce_ex__" not in vars(self.module):
             self._own.set_attribute(self.module, "__reduce_ex__", CopyHook(self.module))
         self.follow()
@@ -704,19 +703,6 @@ class CallWatch(SameInCopies):
             else "The guard found no exponents for such calls, and could not cast the component.",
             remedy=_CODE if settings.is_other_code and (path or repair is None) else remedy,
         )
-
-
-def _call_while_alive(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls a bound method as long as its object lives, and does not keep it
-    alive.
-    """
-    found = weakref.WeakMethod(method)
-
-    def call() -> None:
-        if (alive := found()) is not None:
-            alive()
-
-    return call
 
 
 def _scale_inputs(ends: CallEnds, call: ComponentCall, *, narrows: bool = False) -> ComponentCall:
