@@ -5,9 +5,8 @@ in fp32.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,10 +76,9 @@ class Captures:
 
     def _capture(self, call: PlainCall, stream: ResidualStream | None) -> Capture:
         if stream is None:
-            function, args, kwargs = call
-            return capture_call(function, args, kwargs, dtype=torch.float16)
+            return capture_call(*call, dtype=torch.float16)
         plain = self._made.get((id(self._short.get(id(call), call)), True))
-        return _capture_streamed(*call, stream, plain and plain[2].operands)
+        return _capture_streamed(call, stream, plain and plain[2].operands)
 
     def keeps_clamps(self, call: PlainCall, made: Capture) -> bool:
         """Return whether a call clamps at fp16's maximum in fp32 too, so that the clamps are part of
@@ -187,11 +185,7 @@ def add_call(
 
 
 def _capture_streamed(
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    stream: ResidualStream,
-    operands: Operands | None,
+    call: PlainCall, stream: ResidualStream, operands: Operands | None
 ) -> Capture:
     """Capture a call while casts keep the module's residual stream in fp32.
 
@@ -199,31 +193,36 @@ def _capture_streamed(
         operands: casts that the call needs without the stream, as its code mixes dtypes; None finds
             them.
     """
-    answers: Answers = ()
+    function, args, kwargs = call
     if operands is None:  # plain operands: a stream's own mixes are refused
-        operands = find_call_operands(call, args, kwargs, torch.float16)
-    capture = partial(capture_call, call, args, kwargs, dtype=torch.float16, operands=operands)
+        operands = find_call_operands(function, args, kwargs, torch.float16)
+    answers: Answers = ()
     try:
-        with with_stream(owner_of(call), stream, torch.float16) as wide:
-            return capture(wide=wide, answers=answers)
+        return capture_answered(call, stream, answers, operands)
     except CaptureError:  # the stream's hooks prevent reading values
         with contextlib.suppress(Exception):  # if the call fails, refuse the stream
-            answers = note_answers(call, args, kwargs or {})
+            answers = note_answers(function, args, kwargs or {})
         if not answers:
             raise
-    with with_stream(owner_of(call), stream, torch.float16) as wide:
-        return capture(wide=wide, answers=answers)
+    return capture_answered(call, stream, answers, operands)
 
 
-def capture_answered(call: PlainCall, stream: ResidualStream | None, answers: Answers) -> Capture:
+def capture_answered(
+    call: PlainCall,
+    stream: ResidualStream | None,
+    answers: Answers,
+    operands: Operands | None = None,
+) -> Capture:
     """Capture a call whose code reads tensor values as Python numbers (`.item()`), given the values
     that it reads.
+
+    Args:
+        operands: casts that the call needs, as its code mixes dtypes; None finds them.
     """
-    function, args, kwargs = call
-    if stream is None:
-        return capture_call(function, args, kwargs, dtype=torch.float16, answers=answers)
-    with with_stream(owner_of(function), stream, torch.float16) as wide:
-        return capture_call(function, args, kwargs, dtype=torch.float16, wide=wide, answers=answers)
+    with with_stream(owner_of(call[0]), stream, torch.float16) as wide:
+        return capture_call(
+            *call, dtype=torch.float16, wide=wide, answers=answers, operands=operands
+        )
 
 
 def _measure(capture: Capture, one: PlainCall) -> MeasuredCall:
@@ -237,9 +236,8 @@ def _clamps_anyway(one: PlainCall) -> bool:
     """Return whether a call clamps at fp16's maximum in fp32 too, so that the clamp is part of the
     model.
     """
-    call, args, kwargs = one
     try:
-        wide = capture_call(call, args, kwargs, dtype=torch.float32)
+        wide = capture_call(*one, dtype=torch.float32)
     except CaptureError:
         return False
     return any(map(is_range_clamp, wide.graph.graph.nodes))

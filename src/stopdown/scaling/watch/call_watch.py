@@ -392,11 +392,10 @@ class CallWatch(SameInCopies):
         """
         if not any(has_values(x) for x in copied.parameters()):
             return
-        key = (
-            sign_call(copied, method, args, kwargs),
-            list_argument_sizes(copied, method, args, kwargs),
-        )
-        if not self.known.holds_for_copy(key, method, args, kwargs):
+        given = copied, method, args, kwargs
+        key = sign_call(*given), list_argument_sizes(*given)
+        call = ComponentCall(Callee("", copied, method, "decode"), args, kwargs)
+        if not self.known.holds_for_copy(key, call):
             what = self.known.describe_difference(key, method)
             raise ScalingError(
                 f"A copy of {self._name} was called {what}; its exponents were found for other calls.",
@@ -644,12 +643,11 @@ class CallWatch(SameInCopies):
         """
         known = self.known.verdicts
         if key not in known:
-            method, path = call.callee.method, find_path(call)
             with find_lock(self.module).changing():
                 if key not in known and not self.is_removed:
                     ends, given = None, cast_arguments(call)
                     if not held.has_kept_tensors:
-                        ends = self.known.find_ends(key, method, *given, path)
+                        ends = self.known.find_ends(key, given)
                     held.restore()
                     known[key] = ends
             if self.is_removed:

@@ -12,7 +12,6 @@ import contextlib
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -96,6 +95,8 @@ class KnownCalls:
                 self._kinds.setdefault(base, _Kind(PLAIN, [])).sizes.extend(kind.sizes)
                 self.verdicts |= {(base, sizes): PLAIN for sizes in kind.sizes}
         self._skeleton = _copy_without_weights(module)
+        dtypes = (x.dtype for x in module.parameters() if x.is_floating_point())
+        self._dtype = next(dtypes, torch.float16)
 
     def reads_values(self, key: Key) -> bool:
         """Return whether the code of calls with this signature reads tensor values as Python numbers
@@ -112,9 +113,7 @@ class KnownCalls:
         if kind is None or kind.sizes in ([], [key[1]]):  # so not for other sizes either
             self._kinds[key[0]] = _Kind(None, [])
 
-    def holds_for_copy(
-        self, key: Key, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
+    def holds_for_copy(self, key: Key, call: ComponentCall) -> bool:
         """Return whether a call of a module's deep copy, which has the same scale exponents for good, is
         right unchanged.
 
@@ -122,8 +121,7 @@ class KnownCalls:
             key: signature and sizes of the call.
         """
         if key not in self._of_copies:
-            found = self.verdicts.get(key) or self.find_ends(key, method, args, kwargs)
-            self._of_copies[key] = found
+            self._of_copies[key] = self.verdicts.get(key) or self.find_ends(key, call)
         ends = self._of_copies[key]
         return ends is not None and ends.is_plain
 
@@ -142,23 +140,20 @@ class KnownCalls:
         base = strip_answers(key[0])
         if self._reading[base] >= _MOST_ANSWERS:
             return True
-        args, kwargs = cast_arguments(call)
-        ends = self.trace(call.callee.method, args, kwargs, find_path(call), answers=answers)
+        ends = self.trace(cast_arguments(call), answers=answers)
         if ends is None or not ends.is_plain:
             return False
         self._reading[base] += 1
         self.verdicts[key] = ends
         return True
 
-    def find_ends(
-        self, key: Key, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = ""
-    ) -> CallEnds | None:
+    def find_ends(self, key: Key, call: ComponentCall) -> CallEnds | None:
         """Return the powers of two for a call's arguments and outputs; None if the exponents can't hold
         for it.
 
         Args:
             key: signature and sizes of the call.
-            path: submodule that is called; "" for the module.
+            call: the call with the casts to fp16 that the module gets (`cast_arguments`).
 
         Cost: a run without values for new sizes that read folded tensors as others of the signature
         did; else a capture.
@@ -166,15 +161,15 @@ class KnownCalls:
         signature, sizes = key
         kind = self._kinds.get(signature)
         if kind is None:
-            ends = self.trace(method, args, kwargs, path)
+            ends = self.trace(call)
             self._kinds[signature] = _Kind(ends, [sizes])
             return ends
         if kind.ends is None or not sizes:
             return kind.ends
-        marks = self._read(kind, method, args, kwargs, path)
+        marks = self._read(kind, call)
         if marks is None or (kind.marks is not None and marks <= kind.marks):
             return kind.ends
-        ends = self.trace(method, args, kwargs, path, is_short=False)
+        ends = self.trace(call, is_short=False)
         if ends is not None and (ends.inputs, ends.outputs) == (
             kind.ends.inputs,
             kind.ends.outputs,
@@ -183,9 +178,7 @@ class KnownCalls:
             kind.marks = (kind.marks or frozenset()) | marks
         return ends
 
-    def _read(
-        self, kind: _Kind, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str
-    ) -> frozenset[int] | None:
+    def _read(self, kind: _Kind, call: ComponentCall) -> frozenset[int] | None:
         """Record, without tensor values, how a call uses the weights that are scaled; None if its code
         needs values.
 
@@ -193,36 +186,43 @@ class KnownCalls:
         the sizes that the plan examined are recorded too. A later call with other hashes takes another
         branch.
         """
-        skeleton = self._skeleton
-        if skeleton is None or not kind.is_read or self.settings.is_other_code:
+        skeleton = self._prepare()
+        if skeleton is None or not kind.is_read:
             return None
-        self.settings.set_on(skeleton)
-        part = skeleton.get_submodule(path)
-        function = part if method == "forward" else getattr(skeleton, method)
+        part = skeleton.get_submodule(find_path(call))
+        function, method = call.callee.bind(part), call.callee.method
         blocked = {bare for bare, place in map(split_fold_name, self._scaling.exponents) if place}
-        own = next((x.dtype for x in skeleton.parameters() if x.is_floating_point()), None)
 
         def read(args: Any, kwargs: Any) -> frozenset[int] | None:
-            given = pytree.tree_map_only(torch.Tensor, partial(_empty, own), (args, kwargs))
+            given = self._empty(args, kwargs)
             return read_call(function, given[0], given[1], torch.float16, blocked)
 
-        marks = read(args, kwargs)
+        marks = read(call.args, call.kwargs)
         if marks is not None and kind.marks is None:
-            resized = (resize_call(part, method, args, kwargs, x) for x in kind.sizes)
+            resized = (resize_call(part, method, call.args, call.kwargs, x) for x in kind.sizes)
             found = [read(*x) for x in resized if x is not None]
             kind.marks = frozenset().union(*(x for x in found if x is not None)) if found else None
         kind.is_read = marks is not None
         return marks
 
+    def _prepare(self) -> torch.nn.Module | None:
+        """Return the copy of the module without weights, with its present settings; None if it's none."""
+        if self._skeleton is not None and not self.settings.is_other_code:
+            self.settings.set_on(self._skeleton)
+            return self._skeleton
+        return None
+
+    def _empty(self, *arguments: Any) -> Any:
+        """Return arguments on `meta`, with fp16 tensors in the dtype of the module's weights."""
+
+        def empty(tensor: torch.Tensor) -> torch.Tensor:
+            dtype = self._dtype if tensor.dtype == torch.float16 else tensor.dtype
+            return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+        return pytree.tree_map_only(torch.Tensor, empty, arguments)
+
     def trace(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        path: str = "",
-        *,
-        is_short: bool = True,
-        answers: Answers = (),
+        self, call: ComponentCall, *, is_short: bool = True, answers: Answers = ()
     ) -> CallEnds | None:
         """Trace a call and find, from its graph's equations, the powers of two for its arguments and
         outputs.
@@ -230,28 +230,24 @@ class KnownCalls:
         Return None if the exponents can't hold, or if the call can't be traced.
 
         Args:
-            answers: tensor values that its code read.
-            path: submodule that is called; "" for the module.
             is_short: trace only the first frames of a video, if possible.
+            answers: tensor values that its code read.
         """
-        skeleton = self._skeleton
-        if skeleton is None or self.settings.is_other_code:
+        skeleton = self._prepare()
+        if skeleton is None:
             return None
-        self.settings.set_on(skeleton)
-        own = next((x.dtype for x in skeleton.parameters() if x.is_floating_point()), None)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, partial(_empty, own), (args, kwargs))
+        path = find_path(call)
         scaling = restrict_scaling(self._scaling, path) if path else self._scaling
         part = skeleton.get_submodule(path)
-        whole = part if method == "forward" else getattr(skeleton, method), args, kwargs
+        whole = call.callee.bind(part), *self._empty(call.args, call.kwargs)
         short = cut_sizes(whole) if is_short else whole
-        for call in (short, whole) if short is not whole else (whole,):
+        for one in (short, whole) if short is not whole else (whole,):
             with contextlib.suppress(Exception):  # model code may raise anything
-                capture = (
-                    capture_answered(call, scaling.stream, answers)
-                    if answers
-                    else Captures().take(call, scaling.stream)
-                )
-                return find_call_ends(part, scaling, capture, *call[1:])
+                if answers:
+                    capture = capture_answered(one, scaling.stream, answers)
+                else:
+                    capture = Captures().take(one, scaling.stream)
+                return find_call_ends(part, scaling, capture, *one[1:])
         return None  # such calls can't be checked
 
     def describe_difference(self, key: Key, method: str, *, names_sizes: bool = True) -> str:
@@ -286,18 +282,11 @@ def _copy_without_weights(module: torch.nn.Module) -> torch.nn.Module | None:
         return None
 
 
-def _empty(own: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
-    dtype = own if own is not None and tensor.dtype == torch.float16 else tensor.dtype
-    return torch.empty(tensor.shape, dtype=dtype, device="meta")
-
-
-def cast_arguments(call: ComponentCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with the casts to fp16 that a component in fp16 gets."""
+def cast_arguments(call: ComponentCall) -> ComponentCall:
+    """Return a call with the casts to fp16 that the arguments of a component in fp16 get."""
     collect = lambda *args, **kwargs: (args, kwargs)  # noqa: E731 - in the place of the component
-    given: tuple[tuple[Any, ...], dict[str, Any]] = replace(call, below=collect).proceed_in(
-        torch.float16
-    )
-    return given
+    args, kwargs = replace(call, below=collect).proceed_in(torch.float16)
+    return replace(call, args=args, kwargs=kwargs)
 
 
 def find_path(call: ComponentCall) -> str:
