@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from stopdown.interception.own_hooks import hook_own_arguments, hook_own_output
+from stopdown.interception.own_hooks import hook_own_output, hook_part_arguments
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.call_interception import Rank, bared, put_layer
 
@@ -97,7 +97,7 @@ def test_a_hook_put_on_in_the_middle_of_a_call_holds_for_what_follows(*, has_hoo
             for _ in range(2):  # put on, off, and on again, as where a repair is compared
                 others.undo()
                 hook_own_output(net, double, others)
-                hook_own_arguments(net, lambda x: x.double(), others)
+                hook_part_arguments(net, "", lambda x: x.double(), others)
             seen.append(call.proceed())
             return seen[-1]
 

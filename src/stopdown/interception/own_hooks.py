@@ -85,19 +85,28 @@ def hook_own_output(
     patches.defer(module.register_forward_hook(led, prepend=prepend).remove)
 
 
-def hook_own_arguments(
-    module: torch.nn.Module, change: Change, patches: Patches, *, rest: Change | None = None
+def hook_part_arguments(
+    module: torch.nn.Module,
+    path: str,
+    change: Change,
+    patches: Patches,
+    *,
+    rest: Change | None = None,
 ) -> None:
-    """Register hooks that cast the tensors in a module's arguments after a guard or other layer saw them.
+    """Register hooks that cast the tensors in the arguments of a submodule, or of the module itself.
+
+    Those of the module are cast after a guard or other layer saw them.
 
     Args:
+        path: of the submodule; "" for the module.
         change: a cast, because it may be applied twice.
         patches: undoing it removes the hooks.
         rest: the cast of all tensors but the first; None applies `change` to all.
     """
-    hook_arguments(module, change, patches, rest=rest)
-    own = _find_own(module)
-    own.add(own.changes, (change, rest), patches)
+    hook_arguments(module.get_submodule(path), change, patches, rest=rest)
+    if not path:
+        own = _find_own(module)
+        own.add(own.changes, (change, rest), patches)
 
 
 def run_with_hooks(

@@ -24,8 +24,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from stopdown.errors import CaptureError
-from stopdown.interception.arguments import hook_arguments
-from stopdown.interception.own_hooks import hook_own_arguments
+from stopdown.interception.own_hooks import hook_part_arguments
 from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
 from stopdown.scaling_records import Operands
@@ -117,8 +116,7 @@ def cast_operands(
         patches: undoing it removes the hooks.
     """
     for path in operands.cast_inputs:
-        hook = hook_arguments if path else hook_own_arguments
-        hook(module.get_submodule(path), partial(_cast, dtype), patches)
+        hook_part_arguments(module, path, partial(_cast, dtype), patches)
 
 
 def cast_to_weights(module: torch.nn.Module, operands: Operands, patches: Patches) -> None:
@@ -128,8 +126,8 @@ def cast_to_weights(module: torch.nn.Module, operands: Operands, patches: Patche
         operands: the layers whose inputs are cast, and the parameters that become fp32.
     """
     for path in operands.cast_inputs:
-        part, hook = module.get_submodule(path), hook_arguments if path else hook_own_arguments
-        hook(part, partial(_cast_to_weight, part), patches)
+        cast = partial(_cast_to_weight, module.get_submodule(path))
+        hook_part_arguments(module, path, cast, patches)
     cast_parameters(module, operands.fp32_parameters, torch.float32, patches)
 
 

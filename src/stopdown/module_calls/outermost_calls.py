@@ -111,11 +111,7 @@ def _put_on() -> None:
             return original(self, *args, **kwargs)
         if _hands_on(self, args, kwargs):
             return original(self, *args, **kwargs)
-        with _met(self, "forward") as endings:
-            output = original(self, *args, **kwargs)
-        for end in endings:
-            output = end(output, args, kwargs)
-        return output
+        return _call_met(self, "forward", lambda: original(self, *args, **kwargs), args, kwargs)
 
     _call_on = call
     _patches.set_class_attribute(torch.nn.Module, "__call__", call)
@@ -131,16 +127,20 @@ def _hands_on(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return is_given and next(module.parameters(), None) is None
 
 
-@contextlib.contextmanager
-def _met(module: torch.nn.Module, method: str) -> Iterator[list[Ending]]:
-    """Enter the contexts of all listeners around a module call; yield functions to apply to its output."""
+def _call_met(
+    module: torch.nn.Module, method: str, call: Callable[[], Any], args: Any, kwargs: Any
+) -> Any:
+    """Make an outermost call inside all listeners' contexts, and apply their endings to its output."""
     with entered(module, method), contextlib.ExitStack() as stack:
         wanted = _listeners
         if not is_plain():
             wanted = tuple(x for x in wanted if x[1]) if is_transformed() else ()
         found = [entry() for entry, _ in wanted]
         ends = [stack.enter_context(x(module, method)) for x in found if x is not None]
-        yield [end for end in ends if end is not None]
+        output = call()
+    for end in ends:
+        output = output if end is None else end(output, args, kwargs)
+    return output
 
 
 def intercept_methods(methods: tuple[str, ...], patches: Patches) -> None:
@@ -179,11 +179,8 @@ def _wrap_method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         is_own = getattr(type(self), name, None) is call  # and not that of a parent, called by hand
         if is_traced() or _thread.outermost is not None or not is_own:
             return original(self, *args, **kwargs)
-        with _met(self, name) as endings:
-            output = getattr(self, name)(*args, **kwargs)  # with what the listeners put around it
-        for end in endings:
-            output = end(output, args, kwargs)
-        return output
+        # looked up late: with what the listeners put around it
+        return _call_met(self, name, lambda: getattr(self, name)(*args, **kwargs), args, kwargs)
 
     setattr(call, _MARK, True)
     return call

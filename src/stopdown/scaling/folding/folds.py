@@ -19,12 +19,11 @@ from stopdown.argument_types import check_type
 from stopdown.component_call_names import is_inside
 from stopdown.errors import InputError, OptionError, ScalingError
 from stopdown.fold_names import Place, list_folds, name_parameters, read_clamp, split_fold_name
-from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.autocast import run_within, without_autocast
 from stopdown.interception.code_homes import is_own
 from stopdown.interception.module_paths import casts_weights
 from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
-from stopdown.interception.own_hooks import Hook, hook_own_arguments, hook_own_output
+from stopdown.interception.own_hooks import Hook, hook_own_output, hook_part_arguments
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
 from stopdown.mapped_weights import StoredWeight, cast_tensor, put_, widen_
@@ -282,15 +281,13 @@ def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
         >>> list(list_misfits(module, Scaling(exponents={"kernel": -3})))
         ['it has no floating kernel']
     """
-    named, kept = name_parameters(module), {*(scaling.kept_buffers or ())}
-    kept |= set() if scaling.stream is None else {*scaling.stream.kept}
-    kept |= {*scaling.operands.fp32_parameters}
+    named, wide = name_parameters(module), _list_wide(scaling)
     for name, exponent in scaling.exponents.items():
         bare, place = split_fold_name(name)
         if bare not in named or not _has_place(named[bare], place):
             yield f"it has no floating {name}"
         else:
-            is_wide = bare in kept or is_inside(bare, *scaling.fp32_modules)
+            is_wide = bare in wide or is_inside(bare, *scaling.fp32_modules)
             yield from _list_misfit(
                 name, named[bare], place, exponent, "fp32" if is_wide else "fp16"
             )
@@ -305,6 +302,12 @@ def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
             yield f"it has no number {number}"
 
 
+def _list_wide(scaling: Scaling) -> set[str]:
+    """Return the names of single parameters and buffers that stay in fp32, outside of fp32 modules."""
+    stream = () if scaling.stream is None else scaling.stream.kept
+    return {*(scaling.kept_buffers or ()), *scaling.operands.fp32_parameters, *stream}
+
+
 _MOST_ROUNDED = 2.0**-8
 """Largest relative error of rounding to bf16."""
 
@@ -317,10 +320,9 @@ def list_rounded(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
 
     Cost: a pass over each tensor, and a host read.
     """
-    kept = {*(scaling.kept_buffers or ()), *scaling.operands.fp32_parameters}
-    kept |= set() if scaling.stream is None else {*scaling.stream.kept}
+    wide = _list_wide(scaling)
     for name, tensor in module.named_parameters():
-        is_wide = name in kept or is_inside(name, *scaling.fp32_modules)
+        is_wide = name in wide or is_inside(name, *scaling.fp32_modules)
         if is_wide or name.endswith("bias") or tensor.dtype.itemsize < 4 or not has_values(tensor):
             continue
         values = tensor.detach()
@@ -552,8 +554,7 @@ def _cast_parts(
     _refuse_missing(module, given)
     fp32_modules, named, stream = given.fp32_modules, given.kept_buffers, given.stream
     kept = find_kept_buffers(module) if named is None else frozenset(named)
-    wide = frozenset(given.operands.fp32_parameters)
-    wide |= frozenset() if stream is None else frozenset(stream.kept)
+    wide = _list_wide(given)
     before = list_own_dtypes(module)
     named_tensors = {} if casts_weights(module) else name_parameters(module)
     for name, tensor in named_tensors.items():
@@ -568,7 +569,8 @@ def _cast_parts(
     cast_operands(module, replace(given.operands, cast_inputs=inputs), dtype, patches)
     wide_outputs = frozenset(given.outputs)
     if stream is not None:
-        put_stream(module, _leave_out(stream, fp32_modules), dtype, patches, wide_outputs)
+        down = _list_outside(stream.cast_input_down, fp32_modules)
+        put_stream(module, replace(stream, cast_input_down=down), dtype, patches, wide_outputs)
     for path in fp32_modules:
         run_within(_find_module(module, path), without_autocast, patches)
         _hook_inputs(module, path, dtype, torch.float32, patches)
@@ -729,11 +731,6 @@ def _narrow_what_fits(
     return _narrow_tensors(wide, partial(narrow_if_exact, dtype), output)
 
 
-def _leave_out(stream: ResidualStream, fp32_modules: tuple[str, ...]) -> ResidualStream:
-    """Return a residual stream's casts without those to fp16 at the inputs of fp32 modules."""
-    return replace(stream, cast_input_down=_list_outside(stream.cast_input_down, fp32_modules))
-
-
 def _list_outside(paths: tuple[str, ...], fp32_modules: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(path for path in paths if not is_inside(path, *fp32_modules))
 
@@ -838,9 +835,9 @@ def _hook_output(
 def _hook_inputs(
     module: torch.nn.Module, path: str, source: torch.dtype, target: torch.dtype, patches: Patches
 ) -> None:
-    hook = hook_arguments if path else hook_own_arguments
+    _find_module(module, path)
     rest = partial(_cast_mask, source, target)  # the first tensor is the activation
-    hook(_find_module(module, path), partial(_cast, source, target), patches, rest=rest)
+    hook_part_arguments(module, path, partial(_cast, source, target), patches, rest=rest)
 
 
 def _cast_output(
