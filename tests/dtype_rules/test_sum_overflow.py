@@ -15,7 +15,7 @@ from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.dtype_rules.check import check
 from stopdown.dtype_rules.findings import is_fault
-from stopdown.interception.accumulation import Sum
+from stopdown.dtype_rules.partial_sums import Sum
 from stopdown.records import Finding
 
 SMALL = {"height": 32, "width": 32, "num_frames": 2, "num_inference_steps": 2}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from stopdown.interception.accumulation import ProductReplacement, sum_groups
+from stopdown.dtype_rules.partial_sums import ProductReplacement, sum_groups
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -30,8 +31,8 @@ from stopdown.component_calls.components import (
 from stopdown.devices.device_choice import choose_device
 from stopdown.devices.device_profiles import DeviceFault, Profile
 from stopdown.dtype_rules.findings import generalise, make_finding, sort_findings
+from stopdown.dtype_rules.partial_sums import GROUP, ROUNDING, Figures, Sum, find_sums
 from stopdown.errors import ignoring_warnings
-from stopdown.interception.accumulation import GROUP, ROUNDING, Sum, find_sums
 from stopdown.interception.patches import Patches
 from stopdown.memory.smaller_requests import choose_size
 from stopdown.module_calls.call_interception import find_module
@@ -128,16 +129,14 @@ def run_pipeline(pipe: Any, arguments: Mapping[str, Any]) -> None:
 
 def _collect(pipe: Any, narrow: set[str], run: Callable[[], Any]) -> list[tuple[str, Sum]]:
     """Run once in fp32 and return (component, sums of one operation), largest first."""
-    largest: dict[tuple[str, ...], Sum] = {}
+    known: defaultdict[Callee, Figures] = defaultdict(dict)
+    found: dict[Callee, list[Sum]] = {}
 
     def look(call: ComponentCall) -> Any:
         outputs: list[Any] = []
         callee = call.callee
-        module = find_module(callee)
-        for entry in find_sums(module, lambda: outputs.append(call.proceed())):
-            key = (callee.name, callee.component_name, entry.path, entry.operation)
-            seen = largest.get(key)
-            largest[key] = entry if seen is None else seen.merged(entry)
+        proceed = lambda: outputs.append(call.proceed())  # noqa: E731 - keeps the output
+        found[callee] = find_sums(find_module(callee), proceed, known[callee])
         return outputs[0]
 
     kept: dict[str, tuple[str, ...]] = {}
@@ -156,9 +155,9 @@ def _collect(pipe: Any, narrow: set[str], run: Callable[[], Any]) -> list[tuple[
             put_precision(module, torch.float32, patches)
         intercept_components(pipe, put, patches)
         run()
-    found = [(component, entry) for (_, component, *_), entry in largest.items()]
-    found.sort(key=lambda pair: -pair[1].largest)
-    return [(c, x) for c, x in found if not set(x.path.split(".")) & {*kept.get(c, ())}]
+    sums = [(callee.component_name, x) for callee, own in found.items() for x in own]
+    sums.sort(key=lambda pair: -pair[1].largest)
+    return [(c, x) for c, x in sums if not set(x.path.split(".")) & {*kept.get(c, ())}]
 
 
 def _is_sum_alone(entry: Sum) -> bool:

@@ -15,8 +15,8 @@ from torch.nn import functional
 from models.fp16_sums import summing_in_fp16
 from models.pipeline_calls import SCORED_PATH, make_scored_svd
 from models.snapshots import assert_untouched
-from stopdown.interception import accumulation
-from stopdown.interception.accumulation import GROUP, Sum, find_sums
+from stopdown.dtype_rules import partial_sums
+from stopdown.dtype_rules.partial_sums import GROUP, Sum, find_sums
 from stopdown.runtime.guard import guard
 
 
@@ -224,15 +224,15 @@ def test_large_products_are_summed_a_few_rows_at_a_time(monkeypatch: pytest.Monk
 
     whole, outputs = find_sums(torch.nn.Identity(), attend), []
     seen: list[int] = []
-    add_up = accumulation.sum_groups
+    add_up = partial_sums.sum_groups
 
     def note(left: torch.Tensor, right: torch.Tensor, each: Any) -> torch.Tensor:
         total = add_up(left, right, each)
         seen.append(total.numel())
         return total
 
-    monkeypatch.setattr(accumulation, "sum_groups", note)
-    monkeypatch.setattr(accumulation, "PIECE", 500)
+    monkeypatch.setattr(partial_sums, "sum_groups", note)
+    monkeypatch.setattr(partial_sums, "PIECE", 500)
     pieces = find_sums(torch.nn.Identity(), lambda: outputs.append(attend()))
     assert max(seen) <= 500
     torch.testing.assert_close(outputs[0], attend(), atol=1e-4, rtol=1e-4)

@@ -85,17 +85,6 @@ class Sum:
         """Whether no partial sum overflows an fp16 accumulator."""
         return self.largest <= FP16.largest
 
-    def merged(self, other: Sum) -> Sum:
-        """Return a record for both of two calls of the same operation, with the larger of each figure."""
-        return Sum(
-            self.path,
-            self.operation,
-            max(self.largest, other.largest),
-            max(self.result, other.result),
-            max(self.group, other.group),
-            max(self.terms, other.terms),
-        )
-
     @property
     def piece(self) -> int:
         """The number of products that can safely be accumulated in fp16 at a time; 0 for none.
@@ -111,7 +100,13 @@ class Sum:
         return min(max(groups, 0) * GROUP, self.terms)
 
 
-def find_sums(module: torch.nn.Module, call: Callable[[], object]) -> tuple[Sum, ...]:
+Figures = dict[tuple[str, str], tuple[float, float, float, int]]
+"""(module path, operation) → largest partial, final and group sum, and the number of terms."""
+
+
+def find_sums(
+    module: torch.nn.Module, call: Callable[[], object], known: Figures | None = None
+) -> list[Sum]:
     """Measure the largest partial sums of matrix products in a module call, to see which would overflow
     in fp16.
 
@@ -119,16 +114,17 @@ def find_sums(module: torch.nn.Module, call: Callable[[], object]) -> tuple[Sum,
 
     Args:
         call: makes the call, in fp32 so that nothing overflows.
+        known: figures of the module's earlier calls, which are updated.
 
     Cost: two host reads for each product, and a small product for each group of 16.
     """
-    found: dict[tuple[str, str], tuple[float, float, float, int]] = {}
+    found: Figures = {} if known is None else known
     with Patches() as patches:
         multiply = functools.partial(_multiply_noting, found, ModulePaths(module, patches))
         with ProductReplacement(multiply, torch.Tensor.is_floating_point), torch.no_grad():
             call()
     sums = [Sum(path, what, *sizes) for (path, what), sizes in found.items()]
-    return tuple(sorted(sums, key=lambda entry: -entry.largest))
+    return sorted(sums, key=lambda entry: -entry.largest)
 
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
@@ -165,7 +161,7 @@ class ProductReplacement(TorchFunctionMode):
 
 
 def _multiply_noting(
-    found: dict[tuple[str, str], tuple[float, float, float, int]],
+    found: Figures,
     paths: ModulePaths,
     left: torch.Tensor,
     right: torch.Tensor,
@@ -174,7 +170,6 @@ def _multiply_noting(
     """Multiply two matrices in fp32, and record in `found` the largest partial, final and group sums.
 
     Args:
-        found: (module path, operation) → these figures and the number of terms.
         what: `Sum.operation`.
     """
     sizes: list[torch.Tensor] = []
