@@ -15,7 +15,7 @@ functions that the known ones call.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -82,6 +82,16 @@ def find_own_code(part: torch.nn.Module, name: str, value: Any) -> Any:
     return MISSING
 
 
+def list_differences(
+    known: Mapping[str, Any], now: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each name whose objects in two mappings differ, with both; `MISSING` stands for none."""
+    for name in {**known, **now}:
+        before, value = known.get(name, MISSING), now.get(name, MISSING)
+        if before is not value:
+            yield name, before, value
+
+
 @dataclass
 class Functions:
     """The functions of a class or Python module, with a snapshot to find replaced ones.
@@ -106,10 +116,8 @@ class Functions:
 
     def list_changes(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield each function that was replaced since this object was made: its name, before and now."""
-        now = vars(self.owner)
-        for name in {**self.known, **now}:
-            before, value = self.known.get(name, MISSING), now.get(name, MISSING)
-            if before is not value and name not in _KERNELS:
+        for name, before, value in list_differences(self.known, vars(self.owner)):
+            if name not in _KERNELS:
                 before, value = _strip(before), _strip(value)
                 is_stated = any(isinstance(x, property) and is_own(x) for x in (before, value))
                 if (
@@ -203,12 +211,7 @@ def sign_code(parts: Sequence[tuple[str, torch.nn.Module]]) -> tuple[object, ...
         parts: (path, module) of the module itself and then of each submodule.
     """
     own = [(path, name, _identify(found)) for path, name, found in _list_set_code(parts)]
-    functions = [
-        (one.path, name, id(_strip(value)))
-        for one in list_functions(part for _, part in parts)
-        for name, value in vars(one.owner).items()
-        if name not in _KERNELS and _is_function(_strip(value))
-    ]
+    functions = [(one.path, name, id(found)) for one, name, found in _list_class_code(parts)]
     hooks = [(path, id(hook)) for path, hook in _list_hooks(parts)]
     return *((path, id(type(part))) for path, part in parts), *own, *functions, *hooks
 
@@ -223,6 +226,17 @@ def _list_set_code(
                 found = find_own_code(part, name, value)
                 if found is not MISSING:
                     yield path, name, found
+
+
+def _list_class_code(
+    parts: Sequence[tuple[str, torch.nn.Module]],
+) -> Iterator[tuple[Functions, str, Any]]:
+    """Yield the class, name and function of each method that a module's calls may run."""
+    for one in list_functions(part for _, part in parts):
+        for name, value in vars(one.owner).items():
+            found = _strip(value)
+            if name not in _KERNELS and _is_function(found):
+                yield one, name, found
 
 
 def _identify(value: Any) -> object:
@@ -240,11 +254,8 @@ def list_foreign_code(module: torch.nn.Module) -> tuple[str, ...]:
     ]
     functions = [
         f"{one.path}.{name}"
-        for one in list_functions(part for _, part in parts)
-        for name, value in vars(one.owner).items()
-        if name not in _KERNELS
-        and _is_function(_strip(value))
-        and _is_elsewhere(one, _strip(value))
+        for one, name, found in _list_class_code(parts)
+        if _is_elsewhere(one, found)
     ]
     return tuple(dict.fromkeys((*own, *functions)))
 

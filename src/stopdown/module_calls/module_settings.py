@@ -32,6 +32,7 @@ from stopdown.module_calls.module_code import (
     is_alike_code,
     is_code,
     is_method,
+    list_differences,
     list_functions,
     sign_code,
 )
@@ -101,9 +102,7 @@ class _Part:
                 name in OWN_ATTRIBUTES or name.startswith(_FOREIGN) or is_method(self.module, name)
             ):
                 yield (self.path, name), before, value
-        parts = self.module._modules
-        for name in {**self.parts, **parts}:
-            before, value = self.parts.get(name, MISSING), parts.get(name, MISSING)
+        for name, before, value in list_differences(self.parts, self.module._modules):
             is_around = any(x is before for x in _list_inner(value))
             if not (is_around or any(x is value for x in _list_inner(before))):
                 yield (self.path, name), before, value
@@ -112,10 +111,9 @@ class _Part:
         """Yield replaced code of this submodule, its class or its methods: place, earlier and present
         function.
         """
-        now, kind = vars(self.module), type(self.module)
-        for name in {**self.attributes, **now}:
-            before, value = self.attributes.get(name, MISSING), now.get(name, MISSING)
-            if before is not value and is_code(self.module, name):
+        kind = type(self.module)
+        for name, before, value in list_differences(self.attributes, vars(self.module)):
+            if is_code(self.module, name):
                 found = [find_own_code(self.module, name, x) for x in (before, value)]
                 yield (self.path, name), *found
         if kind is not self.kind:

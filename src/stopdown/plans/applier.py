@@ -488,7 +488,7 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches, *, keeps_upcast: boo
     upcast = {name for name in dropping if drop_upcast(_find(pipe, name), patches)}
     for name in upcast:
         if (watch := CallWatch.find(_find(pipe, name))) is not None:
-            watch.accept_settings()  # else its first call is traced, as of code that goes elsewhere
+            watch.known.settings.note()  # else its first call is traced, as of code that goes elsewhere
 
     def put(callee: Callee, layers: Patches) -> None:
         dtype = dtypes.get(callee.name, dtypes.get(callee.component_name))

@@ -184,7 +184,7 @@ class ModelLoad(SameInCopies):
             self.plan = None
             return None
         if (watch := CallWatch.find(module)) is not None:
-            watch.note_late_weights()
+            watch.weights.note()
         component = self.entry.component
         assert self.plan is not None
         plan = self.plan = dataclasses.replace(self.plan, components=(self.entry,), seal="")

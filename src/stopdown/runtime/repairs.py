@@ -174,7 +174,7 @@ class Component:
 
     def _help_watch(self, options: WatchOptions) -> None:
         if (watch := CallWatch.find(self.module)) is not None:
-            watch.take_help(options)
+            watch.options = options
 
     def _list_help(self) -> WatchOptions:
         """Return the options by which calls that the exponents don't hold for are repaired or refused."""

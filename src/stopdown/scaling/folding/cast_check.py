@@ -82,16 +82,13 @@ def find_check(module: torch.nn.Module) -> CastCheck | None:
 def _find_entries(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield a module and its outermost callable submodules, which its methods may call past `forward`."""
     yield module
-    for part in module.children():
-        yield from _list_called(part)
-
-
-def _list_called(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
-        for part in module.children():
-            yield from _list_called(part)
-    else:
-        yield module
+    waiting = [*module.children()]
+    while waiting:
+        part = waiting.pop(0)
+        if isinstance(part, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            waiting[:0] = part.children()
+        else:
+            yield part
 
 
 def _read_dtypes(module: torch.nn.Module) -> dict[str, torch.dtype]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from stopdown.errors import ScalingError
+from stopdown.fold_names import Folds, list_folds
 from stopdown.mapped_weights import Load
 from stopdown.scaling.bounds.input_limits import EMBEDDINGS
 from stopdown.scaling.bounds.propagation import LEAST_STORED_LOOSE
@@ -231,16 +232,13 @@ def _list_stored(
     """Yield the name of each parameter, the log2 of its largest magnitude after scaling, and its lowest
     scale exponent.
     """
+    folds = list_folds(scaling.exponents)
     for call in calls:
         for node, name in call.capture.parameters.items():
             largest = max((part.amax for part in call.ranges.get(node, ())), default=0.0)
-            fold = min(_list_folds(scaling, name), default=0)
+            fold = min((x for _, x in folds.get(name, ())), default=0)
             if largest > 0:
                 yield name, log2_of(largest) + fold, fold
-
-
-def _list_folds(scaling: Scaling, name: str) -> list[int]:
-    return [e for n, e in scaling.exponents.items() if n.partition("[")[0] == name]
 
 
 def is_visible(found: Scaling, best: Scaling, calls: Sequence[MeasuredCall]) -> bool:
@@ -287,8 +285,9 @@ def _measure_strain(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
     Biases are left out: the bits that they lose are below the last place of the sum to which they are
     added.
     """
+    folds = list_folds(scaling.exponents)
     lost = [
-        _measure_lost(scaling, call, node)
+        _measure_lost(folds, call, node)
         for call in calls
         for node, name in call.capture.parameters.items()
         if not name.endswith("bias")
@@ -304,13 +303,14 @@ def _measure_tables(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
         for node in call.capture.graph.graph.nodes
         if is_kind(node, "table")
     ]
-    lost = [_measure_lost(scaling, x, node) for x, node in tables if node in x.capture.parameters]
+    folds = list_folds(scaling.exponents)
+    lost = [_measure_lost(folds, x, node) for x, node in tables if node in x.capture.parameters]
     return max(lost, default=0.0)
 
 
-def _measure_lost(scaling: Scaling, call: MeasuredCall, node: str) -> float:
+def _measure_lost(folds: Mapping[str, Folds], call: MeasuredCall, node: str) -> float:
     sizes = [part.rms for part in call.ranges.get(node, ()) if part.rms > 0]
-    folds = _list_folds(scaling, call.capture.parameters[node])
-    if not sizes or not folds:
+    exponents = [x for _, x in folds.get(call.capture.parameters[node], ())]
+    if not sizes or not exponents:
         return 0.0
-    return max(0.0, LOW_WEIGHT_BITS - min(folds) - log2_of(min(sizes)))
+    return max(0.0, LOW_WEIGHT_BITS - min(exponents) - log2_of(min(sizes)))

@@ -26,7 +26,7 @@ from stopdown.scaling.trials.residual import (
     open_fp32_modules,
 )
 from stopdown.scaling.trials.search import Candidate, StopReason, find_scaling, take_first
-from stopdown.scaling.trials.trial import Reference, run_reference, try_scaling
+from stopdown.scaling.trials.trial import Run, run_reference, try_scaling
 from stopdown.scaling.trials.underflow import check_underflow
 from stopdown.scaling_records import ResidualStream, Scaling
 
@@ -127,18 +127,21 @@ class _CallSearch:
         return [x for x in self.left if isinstance(x, kinds)]
 
     @cached_property
-    def _reference(self) -> Reference:
+    def _reference(self) -> list[Run]:
         return run_reference(self.module, [kind[0] for kind in self.kinds])
 
     def _find_streamed(self) -> Scaling:
         stream = plan_stream(self.module, [kind[0] for kind in self.kinds], self.captures)
-        found = self._try(self._scale(stream))
-        why = f"The residual stream is kept in fp32: {self.left[0].what}" if self.left else ""
-        return replace(found, note=why)
+        return self._find_tried(stream, "is kept in fp32")
 
     def _find_native(self) -> Scaling:
-        found = self._try(self._scale(None))
-        why = f"The residual stream is not kept in fp32: {self.left[0].what}" if self.left else ""
+        return self._find_tried(None, "is not kept in fp32")
+
+    def _find_tried(self, stream: ResidualStream | None, what: str) -> Scaling:
+        found = self._scale(stream)
+        if self.verify:
+            found = replace(found, trial=try_scaling(self.module, found, self._reference))
+        why = f"The residual stream {what}: {self.left[0].what}" if self.left else ""
         return replace(found, note=why)
 
     def _find_by_hooks(self) -> Scaling:
@@ -146,11 +149,6 @@ class _CallSearch:
         reason = self.unsolved or self._failed(CaptureError, TrialError)[0]
         reference = (lambda: self._reference) if self.verify else None
         return scale_by_hooks(self.module, calls, reason, reference)
-
-    def _try(self, scaling: Scaling) -> Scaling:
-        if not self.verify:
-            return scaling
-        return replace(scaling, trial=try_scaling(self.module, scaling, self._reference))
 
     def _scale(self, stream: ResidualStream | None) -> Scaling:
         """Find scale exponents, with whole modules in fp32 if needed.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,7 +37,7 @@ from stopdown.numerics import (
 )
 from stopdown.scaling.exponents.solver import ASKED_BITS
 from stopdown.scaling.graph.capture import find_kept_buffers
-from stopdown.scaling.trials.trial import Reference, count_layer_flops, try_scaling
+from stopdown.scaling.trials.trial import Run, count_layer_flops, try_scaling
 from stopdown.scaling_records import ResidualStream, Scaling
 
 Failure = CaptureError | ScalingError
@@ -50,30 +51,20 @@ _FORMULAS = {
 
 
 @dataclass
-class _Matrix:
-    """Measurements of one linear or convolution.
-
-    Attributes:
-        amax: largest magnitude of its inputs, outputs, weight and bias.
-        flops: FLOPs of all its calls.
-    """
-
-    amax: float
-    flops: float = 0.0
-
-
-@dataclass
 class _Seen:
     """Measurements of a module's calls.
 
     Attributes:
-        matrices: maps the path of each linear or convolution that was called to its measurements.
-        outputs: output tensors of each call.
+        amax: maps the path of each linear or convolution that was called to the largest magnitude of its
+            inputs, outputs, weight and bias.
+        layer_flops: maps the path to the FLOPs of all its calls.
+        returns_fp16: whether all outputs of the module fit into fp16.
         flops: matmul FLOPs of all calls, including products of two values.
     """
 
-    matrices: dict[str, _Matrix] = field(default_factory=dict)
-    outputs: list[list[torch.Tensor]] = field(default_factory=list)
+    amax: dict[str, float] = field(default_factory=dict)
+    layer_flops: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    returns_fp16: bool = True
     flops: float = 0.0
 
 
@@ -81,7 +72,7 @@ def scale_by_hooks(
     module: torch.nn.Module,
     calls: Sequence[PlainCall],
     failure: Failure,
-    reference: Callable[[], Reference] | None = None,
+    reference: Callable[[], Sequence[Run]] | None = None,
 ) -> Scaling:
     """Choose the linears and convolutions of a module that run in fp16, by measuring them in its calls.
 
@@ -99,7 +90,7 @@ def scale_by_hooks(
     Cost: a forward in fp32 for each call, and one in fp16 (not of large calls on a CPU).
     """
     seen = _measure_calls(module, calls)
-    narrow = [path for path, x in seen.matrices.items() if _fits(x.amax)]
+    narrow = [path for path, amax in seen.amax.items() if _fits(amax)]
     if not narrow:
         raise _explain_failure(failure, "no linear or convolution that is called fits into fp16")
     scaling = _describe(module, seen, narrow, failure)
@@ -118,7 +109,7 @@ def _measure_calls(module: torch.nn.Module, calls: Sequence[PlainCall]) -> _Seen
         seen.flops = float(counter.get_total_flops())
     except NotImplementedError:  # torch 2.6.0's counter refuses custom operators
         seen = _run_watched(module, calls, contextlib.nullcontext())
-        seen.flops = sum(x.flops for x in seen.matrices.values())
+        seen.flops = sum(seen.layer_flops.values())
     return seen
 
 
@@ -136,7 +127,8 @@ def _run_watched(
         with counter:
             for call, args, kwargs in calls:
                 output, _ = run_call(module, call, args, kwargs)
-                seen.outputs.append(list(iterate_tensors(output)))
+                floats = [x for x in iterate_tensors(output) if x.is_floating_point()]
+                seen.returns_fp16 &= all(_fits(_measure_amax(x)) for x in floats)
     return seen
 
 
@@ -144,12 +136,11 @@ def _record_layer_call(
     seen: _Seen, path: str, part: Any, args: Any, kwargs: Any, output: torch.Tensor
 ) -> None:
     floats = [x for x in iterate_tensors((args, kwargs, output)) if x.is_floating_point()]
-    if path not in seen.matrices:
+    given = floats[0]
+    if path not in seen.amax:
         floats += [x for x in (part.weight, part.bias) if x is not None]
-        seen.matrices[path] = _Matrix(0.0)
-    found = seen.matrices[path]
-    found.amax = max(found.amax, *(_measure_amax(x) for x in floats))
-    found.flops += count_layer_flops(part, floats[0], output)
+    seen.amax[path] = max(seen.amax.get(path, 0.0), *map(_measure_amax, floats))
+    seen.layer_flops[path] += count_layer_flops(part, given, output)
 
 
 def _measure_amax(value: torch.Tensor) -> float:
@@ -171,12 +162,11 @@ def _describe(
     inside = tuple(f"{path}." for path in narrow)
     wide = [name for name, x in name_parameters(module).items() if x.is_floating_point()]
     wide = [name for name in wide if name not in kept and not name.startswith(inside)]
-    outputs = [x for tensors in seen.outputs for x in tensors if x.is_floating_point()]
-    done = sum(seen.matrices[path].flops for path in narrow)
+    done = sum(seen.layer_flops[path] for path in narrow)
     share = max(0.0, 1 - done / (seen.flops or 1.0))
-    tightest = max(narrow, key=lambda path: seen.matrices[path].amax)
+    tightest = max(narrow, key=seen.amax.__getitem__)
     return Scaling(
-        headroom_bits=headroom_bits(seen.matrices[tightest].amax, torch.float16),
+        headroom_bits=headroom_bits(seen.amax[tightest], torch.float16),
         tightest=tightest,
         fp32_flops=share,
         kept_buffers=tuple(sorted(kept)),
@@ -185,7 +175,7 @@ def _describe(
             cast_input_down=tuple(sorted(narrow)),
             cast_input_up=("", *_find_wide(module, narrow)),
             kept=tuple(sorted(wide)),
-            returns=all(_fits(_measure_amax(x)) for x in outputs),
+            returns=seen.returns_fp16,
         ),
         note=_explain(seen, narrow, share, failure),
     )
@@ -209,11 +199,11 @@ def _find_wide(module: torch.nn.Module, narrow: list[str]) -> list[str]:
 
 
 def _explain(seen: _Seen, narrow: list[str], share: float, failure: Failure) -> str:
-    beyond = [path for path in seen.matrices if path not in narrow]
+    beyond = [path for path in seen.amax if path not in narrow]
     why = "Without a graph" if isinstance(failure, CaptureError) else "So"
     text = (
         f"{failure.what} {why} there are no exponents: {len(narrow)} of "
-        f"{len(seen.matrices)} matrices run in fp16 between casts, and all else in fp32, "
+        f"{len(seen.amax)} matrices run in fp16 between casts, and all else in fp32, "
         f"{100 * share:.1f} % of the matmul work."
     )
     if beyond:

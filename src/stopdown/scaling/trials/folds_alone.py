@@ -73,6 +73,8 @@ class FoldsAlone:
         groups: Sequence[Collection[str]] = (),
         free: Collection[str] | None = (),
         narrow: Collection[str] = (),
+        *,
+        calls: Sequence[MeasuredCall] | None = None,
     ) -> Scaling | None:
         """Find powers of two that weights and eps alone can be multiplied by, so that the measured
         calls fit into fp16.
@@ -84,8 +86,19 @@ class FoldsAlone:
             groups: groups of `module.path.attribute` of eps that change by the same factor.
             free: further eps that may change independently; None for all. The rest stays fixed.
             narrow: classes of modules inside which fp32 activations must fit into fp16 as well.
+            calls: with other ranges than those that were measured; None for `kinds`.
         """
-        return _find(self.module, self.kinds, groups, free, narrow)
+        problem = state_problem(self.module, calls or self.kinds, narrow=narrow)
+        places = {".".join(filter(None, key)): unknown for key, unknown in problem.eps.items()}
+        for group in groups:
+            problem.system.equate(*[places.pop(name, ZERO) for name in group])
+        fixed = () if free is None else {x for x in places if x not in free and _must_keep(x)}
+        problem.system.pin(*[places[name] for name in sorted(fixed)])
+        for bits in (x.headroom_bits for x in RELAXATIONS if not x.fp32_flops):
+            for tried in list_foldings(problem):
+                if solution := solve_problem(tried, hard_top_bits=bits, fp32_modules=False):
+                    return describe_solution(tried, solution)
+        return None
 
     def find_bounded(
         self, ranges: str, accepts: Callable[[Scaling], bool], **freedom: Any
@@ -105,34 +118,14 @@ class FoldsAlone:
             each solution.
         """
 
-        def demand(module: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
-            if (found := _find(module, calls, **freedom)) is None:
+        def demand(_: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
+            if (found := self.find(calls=calls, **freedom)) is None:
                 raise ScalingError("Folds alone do not keep it in range.")
             if not accepts(found):
                 raise ScalingError("Its eps would have to change with it.")
             return found
 
         return scale_by_bounds(self.module, self.kinds, ranges, demand)
-
-
-def _find(
-    module: torch.nn.Module,
-    calls: Sequence[MeasuredCall],
-    groups: Sequence[Collection[str]] = (),
-    free: Collection[str] | None = (),
-    narrow: Collection[str] = (),
-) -> Scaling | None:
-    problem = state_problem(module, calls, narrow=narrow)
-    places = {".".join(filter(None, key)): unknown for key, unknown in problem.eps.items()}
-    for group in groups:
-        problem.system.equate(*[places.pop(name, ZERO) for name in group])
-    fixed = () if free is None else {x for x in places if x not in free and _must_keep(x)}
-    problem.system.pin(*[places[name] for name in sorted(fixed)])
-    for bits in (x.headroom_bits for x in RELAXATIONS if not x.fp32_flops):
-        for tried in list_foldings(problem):
-            if solution := solve_problem(tried, hard_top_bits=bits, fp32_modules=False):
-                return describe_solution(tried, solution)
-    return None
 
 
 def _must_keep(place: str) -> bool:

@@ -243,6 +243,12 @@ def _clamps_anyway(one: PlainCall) -> bool:
     return any(map(is_range_clamp, wide.graph.graph.nodes))
 
 
+def list_read(capture: Capture) -> list[str]:
+    """List the names of the parameters and buffers that a captured call reads."""
+    named = capture.parameters
+    return [named[x.name] for x in capture.graph.graph.nodes if x.name in named and x.users]
+
+
 def measure_again(
     known: MeasuredCall, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> MeasuredCall:

@@ -18,7 +18,7 @@ from stopdown.scaling.exponents.problem import MeasuredCall
 from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.trials.call_search import plan_stream
 from stopdown.scaling.trials.fallback import scale_by_hooks
-from stopdown.scaling.trials.measurement import Captures, add_call
+from stopdown.scaling.trials.measurement import Captures, add_call, list_read
 from stopdown.scaling.trials.residual import demand_agreement
 from stopdown.scaling.trials.search import find_scaling
 from stopdown.scaling_records import ResidualStream, Scaling
@@ -121,9 +121,4 @@ class ObservedCalls:
     @property
     def used(self) -> set[str]:
         """Names of the module's parameters that the observed calls read."""
-        return {
-            known.capture.parameters[node.name]
-            for known in self.measured
-            for node in known.capture.graph.graph.nodes
-            if node.name in known.capture.parameters and node.users
-        }
+        return {name for known in self.measured for name in list_read(known.capture)}

@@ -57,37 +57,26 @@ MOST_FLOPS_ON_CPU = 2e13
 
 @dataclass(frozen=True)
 class Run:
-    """Output of one call of a module before anything was changed, to compare a trial with.
+    """One call of a module with its output before anything was changed, to compare a trial with.
 
     Attributes:
+        call: the call.
         output: what it returned.
         draws: whether it drew random numbers.
         flops: FLOPs of its linears and convolutions.
+        is_fp32: whether the module was in fp32, so that rescaling must not change a bit.
         bf16_rel_err: error of the same call in bf16 against this output; None if that doesn't run.
     """
 
+    call: PlainCall
     output: Any
     draws: bool
     flops: float
+    is_fp32: bool
     bf16_rel_err: float | None = None
 
 
-@dataclass(frozen=True)
-class Reference:
-    """Calls of a module with their outputs before anything was changed.
-
-    Attributes:
-        calls: the calls.
-        runs: one for each call, in the same order.
-        is_fp32: whether the module was in fp32, so that rescaling must not change a bit.
-    """
-
-    calls: tuple[PlainCall, ...]
-    runs: tuple[Run, ...]
-    is_fp32: bool
-
-
-def run_reference(module: torch.nn.Module, calls: Sequence[PlainCall]) -> Reference:
+def run_reference(module: torch.nn.Module, calls: Sequence[PlainCall]) -> list[Run]:
     """Run calls of the unchanged module, whose outputs a trial is compared with; if in fp32, run them
     in bf16 too.
 
@@ -106,23 +95,21 @@ def run_reference(module: torch.nn.Module, calls: Sequence[PlainCall]) -> Refere
         if is_fp32 and _REFUSES_FP32.search(str(error)):
             raise _explain_refusal(module, error) from error
         raise
-    _refuse_kept_state(module, calls[0], runs[0], kept, is_fp32=is_fp32)
+    _refuse_kept_state(module, runs[0], kept)
     if is_fp32:
         with suppress(torch.OutOfMemoryError):  # then there is no bf16 error
-            runs = _add_bf16(module, calls, runs)
-    return Reference(tuple(calls), tuple(runs), is_fp32)
+            runs = _add_bf16(module, runs)
+    return runs
 
 
-def _refuse_kept_state(
-    module: torch.nn.Module, call: PlainCall, run: Run, kept: KeptState, *, is_fp32: bool
-) -> None:
+def _refuse_kept_state(module: torch.nn.Module, run: Run, kept: KeptState) -> None:
     """Raise an error if a module's first call returns other values when repeated, as it keeps state
     between calls.
 
     A trial couldn't be compared then.
 
     Args:
-        run: result of the call.
+        run: the call.
         kept: state of the module before the call.
 
     Cost: a forward if the first call wrote any state.
@@ -130,8 +117,8 @@ def _refuse_kept_state(
     names = kept.list_changes()
     if not names or run.draws:
         return
-    with watched_autocast(is_off=is_fp32):
-        again = run_call(module, *call)[0]
+    with watched_autocast(is_off=run.is_fp32):
+        again = run_call(module, *run.call)[0]
     if not _are_equal(again, run.output):
         raise ScalingError(
             f"{describe_kept(module, names)} The same call returned different values the second time.",
@@ -155,7 +142,7 @@ def _explain_refusal(module: torch.nn.Module, error: Exception) -> ScalingError:
     )
 
 
-def try_scaling(module: torch.nn.Module, scaling: Scaling, reference: Reference) -> Trial:
+def try_scaling(module: torch.nn.Module, scaling: Scaling, reference: Sequence[Run]) -> Trial:
     """Put a scaling on a module, run the reference's calls in fp32 and in fp16, and take the scaling off.
 
     Raises:
@@ -166,7 +153,7 @@ def try_scaling(module: torch.nn.Module, scaling: Scaling, reference: Reference)
     """
     rescaling = fold_scaling(module, scaling)
     try:
-        if reference.is_fp32 and (scaling.exponents or scaling.multiplies or scaling.eps):
+        if reference[0].is_fp32 and (scaling.exponents or scaling.multiplies or scaling.eps):
             _demand_equal(module, reference)
         cast_(module, torch.float16, rescaling)
         return _try_calls(module, reference)
@@ -179,7 +166,7 @@ def try_scaling(module: torch.nn.Module, scaling: Scaling, reference: Reference)
 def _run_counted(module: torch.nn.Module, call: PlainCall, *, is_fp32: bool) -> Run:
     with _counting(module) as counts, watched_autocast(is_off=is_fp32):
         output, draws = run_call(module, *call)
-    return Run(output, draws, sum(counts))
+    return Run(call, output, draws, sum(counts), is_fp32)
 
 
 def count_layer_flops(layer: Any, given: torch.Tensor, output: torch.Tensor) -> float:
@@ -211,26 +198,21 @@ def _counting(module: torch.nn.Module) -> Iterator[list[float]]:
         yield counts
 
 
-def _add_bf16(
-    module: torch.nn.Module, calls: Sequence[PlainCall], runs: Sequence[Run]
-) -> list[Run]:
+def _add_bf16(module: torch.nn.Module, runs: list[Run]) -> list[Run]:
     """Return the runs with the error that bf16 has in them; unchanged if none of them will be tried and
     compared.
     """
     if not any(_may_run(module, run) and not run.draws for run in runs):
-        return list(runs)
+        return runs
     with cast_(module, torch.bfloat16):
-        return [
-            replace(run, bf16_rel_err=_measure_bf16(module, call, run))
-            for call, run in zip(calls, runs, strict=True)
-        ]
+        return [replace(run, bf16_rel_err=_measure_bf16(module, run)) for run in runs]
 
 
-def _measure_bf16(module: torch.nn.Module, call: PlainCall, run: Run) -> float | None:
+def _measure_bf16(module: torch.nn.Module, run: Run) -> float | None:
     if run.draws or not _may_run(module, run):
         return None
     try:
-        error = measure_error(_run_cast(module, call, torch.bfloat16), run.output)
+        error = measure_error(_run_cast(module, run.call, torch.bfloat16), run.output)
     except Exception:  # model code may raise anything in bf16
         return None
     return error if math.isfinite(error) else None
@@ -288,10 +270,10 @@ def _cast_all(tree: Any, dtype: torch.dtype, *, least_dim: int) -> Any:
     return pytree.tree_map_only(torch.Tensor, cast, tree)
 
 
-def _demand_equal(module: torch.nn.Module, reference: Reference) -> None:
-    for call, run in zip(reference.calls, reference.runs, strict=True):
+def _demand_equal(module: torch.nn.Module, reference: Sequence[Run]) -> None:
+    for run in reference:
         with watched_autocast(is_off=True):
-            output, _ = run_call(module, *call)
+            output, _ = run_call(module, *run.call)
         if not _are_equal(output, run.output):
             if shared := _find_shared_memory(module):
                 raise ScalingError(
@@ -334,9 +316,9 @@ def _are_equal(output: Any, reference: Any) -> bool:
     return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
 
 
-def _try_calls(module: torch.nn.Module, reference: Reference) -> Trial:
+def _try_calls(module: torch.nn.Module, reference: Sequence[Run]) -> Trial:
     errors, bf16_errors, notes, done = list[float](), list[float](), list[str](), 0
-    for call, run in zip(reference.calls, reference.runs, strict=True):
+    for run in reference:
         if not _may_run(module, run):
             notes.append(
                 f"A call of {run.flops:.1e} FLOPs was not run in fp16: it would take minutes on a "
@@ -344,7 +326,7 @@ def _try_calls(module: torch.nn.Module, reference: Reference) -> Trial:
             )
             continue
         try:
-            output = _run_cast(module, call, torch.float16)
+            output = _run_cast(module, run.call, torch.float16)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # model code may raise anything
@@ -356,7 +338,7 @@ def _try_calls(module: torch.nn.Module, reference: Reference) -> Trial:
                 continue
             why = f"it raises {type(error).__name__}: {first[:200]}"
             raise _refuse(why) from error
-        _demand_alike(module, call, output, run)
+        _demand_alike(module, output, run)
         done += 1
         if run.draws:
             notes.append("A call draws random numbers, which differ by format: it is not compared.")
@@ -381,7 +363,7 @@ def _lacks_kernel(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or "not implemented for '" in str(error)
 
 
-def _demand_alike(module: torch.nn.Module, call: PlainCall, output: Any, run: Run) -> None:
+def _demand_alike(module: torch.nn.Module, output: Any, run: Run) -> None:
     """Check that a trial's call returns the containers, shapes and types of fp32, and only finite values.
 
     Raises:
@@ -401,7 +383,7 @@ def _demand_alike(module: torch.nn.Module, call: PlainCall, output: Any, run: Ru
         if bad := sum(count_non_finite(tensor)):
             raise _refuse(
                 f"its output is not that of fp32: {bad} of {tensor.numel()} values of tensor "
-                f"{number} are NaN or Inf{_explain_arguments(module, call)}",
+                f"{number} are NaN or Inf{_explain_arguments(module, run.call)}",
             )
 
 

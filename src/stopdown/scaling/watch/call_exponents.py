@@ -39,6 +39,7 @@ from stopdown.scaling.exponents.problem import (
     state_problem,
 )
 from stopdown.scaling.graph.capture import Capture
+from stopdown.scaling.trials.measurement import list_read
 from stopdown.scaling_records import Scaling
 
 
@@ -126,7 +127,7 @@ def _fix_all(
         if exponent is None or not found.fix(unknown, exponent):
             return False
     stated = {split_fold_name(name)[0] for name in problem.parameters}
-    if any(folds.get(name) for name in _list_read(capture) if name not in stated):
+    if any(folds.get(name) for name in list_read(capture) if name not in stated):
         return False  # a table that other sizes don't read
     for key, unknown in problem.eps.items():
         if not found.fix(unknown, scaling.eps.get(".".join(filter(None, key)), 0)):
@@ -137,12 +138,6 @@ def _fix_all(
     beyond = scaling.multiplies.keys() - problem.multiplies.keys()
     running = {path for node in capture.graph.graph.nodes for path in list_running(node)}
     return not beyond & running and found.spread()
-
-
-def _list_read(capture: Capture) -> list[str]:
-    """List the names of the parameters and buffers that a captured call reads."""
-    held = (node for node in capture.graph.graph.nodes if node.op == "placeholder" and node.users)
-    return [capture.parameters[node.name] for node in held if node.name in capture.parameters]
 
 
 def _read_exponent(folds: Folds, place: Place, shape: tuple[int, ...]) -> int | None:

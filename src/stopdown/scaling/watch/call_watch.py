@@ -168,6 +168,12 @@ class CallWatch(SameInCopies):
         options: names, messages and repairs.
         casts: whether the module is cast as well.
 
+    Attributes:
+        options: may be replaced, when a guard comes or goes.
+        known: finds out for which calls the exponents hold; `known.settings.note` accepts the module's
+            present attributes and code.
+        weights: finds changed weights; `weights.note` accepts the present ones.
+
     Raises:
         ScalingError: from a call for which the exponents don't hold, if no repair is given.
 
@@ -198,7 +204,7 @@ class CallWatch(SameInCopies):
         casts: bool = True,
     ) -> None:
         """Prepare to check a module's calls; `put_on` starts."""
-        self.module, self.scaling, self._options, self._casts = module, scaling, options, casts
+        self.module, self.scaling, self.options, self._casts = module, scaling, options, casts
         self.known = KnownCalls(module, scaling)
         self.weights = FoldedWeights(module, scaling, self._name, casts=casts)
         self._parts = [
@@ -265,7 +271,7 @@ class CallWatch(SameInCopies):
 
     @property
     def _name(self) -> str:
-        return self._options.name or type(self.module).__name__
+        return self.options.name or type(self.module).__name__
 
     def put_on(self, put: Callable[[Patches], None], patches: Patches) -> None:
         """Fold the scale exponents in and start to check the module's calls, until `patches` is undone.
@@ -298,23 +304,6 @@ class CallWatch(SameInCopies):
             self._own.set_attribute(part, "stopdown_copies", _PartCopies(self))
         show_parts(self._parts)
         self.known.settings.note()
-
-    def accept_settings(self) -> None:
-        """Accept the module's present attributes and code as those for which scale exponents were solved.
-
-        Calls would be traced again otherwise.
-        """
-        self.known.settings.note()
-
-    def note_late_weights(self) -> None:
-        """Record weights that were loaded after the scale exponents were put on, and their dtypes, so that
-        later changes are found.
-        """
-        self.weights.note()
-
-    def take_help(self, options: WatchOptions) -> None:
-        """Replace the watch's options (names, messages, repair), when a guard comes or goes."""
-        self._options = options
 
     def follow(self) -> None:
         """Check calls of compiled code as well, if the module has been compiled since the checks began."""
@@ -400,13 +389,13 @@ class CallWatch(SameInCopies):
             raise ScalingError(
                 f"A copy of {self._name} was called {what}; its exponents were found for other calls.",
                 expected="A copy of a planned or repaired module keeps its exponents for good.",
-                remedy=f"Copy it without the plan. {self._options.remedy}",
+                remedy=f"Copy it without the plan. {self.options.remedy}",
             )
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            self._options.announce(text)
+            self.options.announce(text)
 
     @property
     def has_call_here(self) -> bool:
@@ -493,7 +482,7 @@ class CallWatch(SameInCopies):
                         (True, call.proceed()) if is_known else self._call_scaled(ends, call)
                     )
             except BeyondError as error:
-                if self._options.repair is None:
+                if self.options.repair is None:
                     raise
                 is_good, output, why = False, None, error.what.rstrip(".")
             is_filled = held.is_filled
@@ -671,7 +660,7 @@ class CallWatch(SameInCopies):
         """
         path, method, settings = find_path(call), call.callee.method, self.known.settings
         self.known.refuse(key)
-        if (repair := self._options.repair) is not None:
+        if (repair := self.options.repair) is not None:
             # replays of earlier calls would run the other code, with another cache
             is_other = bool(settings.describe()) or held.has_objects
             what = "alone"
@@ -693,7 +682,7 @@ class CallWatch(SameInCopies):
             if path
             else f"{self._name} was called {self.known.describe_difference(key, method)}"
         )
-        remedy = _WHOLE if path else self._options.remedy
+        remedy = _WHOLE if path else self.options.remedy
         raise ScalingError(
             f"{what}; its exponents were found for other calls, and {why}.",
             expected="Its exponents stay on until they are taken off with .undo()."
