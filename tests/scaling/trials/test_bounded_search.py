@@ -25,7 +25,7 @@ from stopdown.scaling.trials.bounded_search import (
     scale_by_bounds,
     scale_unmeasured,
 )
-from stopdown.scaling.trials.search import Candidate, find_scaling, take_first
+from stopdown.scaling.trials.search import find_scaling, take_first
 
 
 def test_auto_takes_bounds_that_cost_nothing() -> None:
@@ -53,8 +53,9 @@ def choose_among(
     found = [replace(plain, exponents={name: fold} | dict.fromkeys(bias, fold)) for fold in folds]
     best = replace(plain, exponents={})
     judge = partial(is_free if free else is_visible, best=best, calls=[measured])
-    strategies = [Candidate(partial(replace, x), judge) for x in found]
-    scaling = take_first([Candidate(lambda: best, lambda found: False), *strategies])
+    strategies = [partial(replace, x) for x in found]
+    does = lambda x: x is not best and judge(x)  # noqa: E731 - a test of a result
+    scaling = take_first([lambda: best, *strategies], does=does)
     return scaling.exponents.get(name, 0), scaling is not best
 
 

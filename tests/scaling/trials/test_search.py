@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from stopdown.scaling.exponents import solver
 from stopdown.scaling.exponents.problem import state_problem
 from stopdown.scaling.trials import search
 from stopdown.scaling.trials.search import (
-    Candidate,
     PostponedError,
     Relaxation,
     find_scaling,
@@ -36,23 +36,28 @@ def test_the_first_strategy_that_does_is_taken() -> None:
     left: list[CaptureError | ScalingError] = []
     tried: list[int] = []
     strategies = [
-        Candidate(lambda: refuse("too hot")),
-        Candidate(lambda: 3, lambda found: False),
-        Candidate(lambda: 2),
-        Candidate(lambda: tried.append(1) or 1),
+        lambda: refuse("too hot"),
+        lambda: 3,
+        lambda: 2,
+        lambda: tried.append(1) or 1,
     ]
-    assert take_first(strategies, left=left) == 2
+    assert take_first(strategies, does=lambda found: found < 3, left=left) == 2
     assert [x.what for x in left] == ["too hot"]
     assert not tried
 
 
 def test_where_none_does_the_cheapest_is_taken() -> None:
     """The first of equals; the last reason where nothing was found."""
-    found = [Candidate(lambda x=x: x, lambda found: False) for x in (5, -3, 3)]
-    assert take_first(found, price=abs) == -3
-    assert take_first(found) == 5
+    found = [partial(int, x) for x in (5, -3, 3)]
+    assert take_first(found, does=refuse_all, price=abs) == -3
+    assert take_first(found, does=refuse_all) == 5
     with pytest.raises(ScalingError, match="too cold"):
-        take_first([Candidate(lambda: refuse("too hot")), Candidate(lambda: refuse("too cold"))])
+        take_first([lambda: refuse("too hot"), lambda: refuse("too cold")])
+
+
+def refuse_all(found: int) -> bool:
+    """No result is accepted at once."""
+    return False
 
 
 def postpone(go_on: Callable[[], int], can_beat: Callable[[int], bool] = lambda _: True) -> int:
@@ -63,31 +68,30 @@ def postpone(go_on: Callable[[], int], can_beat: Callable[[int], bool] = lambda 
 def test_what_is_postponed_counts_only_where_nothing_does() -> None:
     """It is not looked for beside one that does; else it is one of those found, in its place."""
     late: list[int] = []
-    waits = Candidate(lambda: postpone(lambda: late.append(7) or 7), lambda found: False)
-    other = Candidate(lambda: 7 + len(late), lambda found: False)
-    assert take_first([waits, Candidate(lambda: 2)]) == 2
+    waits = partial(postpone, lambda: late.append(7) or 7)
+    other = lambda: 7 + len(late)  # noqa: E731 - a strategy
+    assert take_first([waits, lambda: 2]) == 2
     assert not late
-    assert take_first([waits, other]) == 7
-    assert take_first([other, waits], price=lambda found: -found) == 8
+    assert take_first([waits, other], does=refuse_all) == 7
+    assert take_first([other, waits], does=refuse_all, price=lambda found: -found) == 8
     assert len(late) == 2
     with pytest.raises(ScalingError, match="too late"):
-        take_first([Candidate(lambda: postpone(lambda: refuse("too late")))])
+        take_first([lambda: postpone(lambda: refuse("too late"))])
 
 
 def test_what_is_postponed_is_left_out_where_it_cannot_be_cheaper() -> None:
     """Than one before it, which is taken where both cost the same; a later one may be as cheap."""
     late: list[int] = []
 
-    def wait(made: int, least: int) -> Candidate[int]:
-        return Candidate(
-            lambda: postpone(lambda: late.append(made) or made, lambda found: least < found)
-        )
+    def wait(made: int, least: int) -> Callable[[], int]:
+        return partial(postpone, lambda: late.append(made) or made, lambda found: least < found)
 
-    two = Candidate(lambda: 2, lambda found: False)
-    assert take_first([wait(3, 1), wait(3, 3), wait(2, 2), wait(1, 1)], price=abs) == 1
+    waiting = [wait(3, 1), wait(3, 3), wait(2, 2), wait(1, 1)]
+    assert take_first(waiting, does=refuse_all, price=abs) == 1
     assert late == [3, 2, 1]
     late.clear()
-    assert take_first([wait(2, 2), two, wait(2, 2)], price=abs) == 2
+    found = [wait(2, 2), lambda: 2, wait(2, 2)]
+    assert take_first(found, does=refuse_all, price=abs) == 2
     assert late == [2]
 
 

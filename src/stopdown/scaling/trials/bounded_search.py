@@ -29,7 +29,7 @@ from stopdown.scaling.folding.folds import read_headroom
 from stopdown.scaling.graph.capture import Capture
 from stopdown.scaling.graph.nodes import arguments, is_kind, strip_casts
 from stopdown.scaling.graph.range_measurement import log2_of
-from stopdown.scaling.trials.search import Candidate, PostponedError, find_scaling, take_first
+from stopdown.scaling.trials.search import PostponedError, find_scaling, take_first
 from stopdown.scaling_records import Scaling
 
 LOOSEST_BITS = (math.inf, 40.0, 30.0, 24.0, 20.0, 17.0, 14.0, 11.0, 8.0, 5.0, 2.0)
@@ -89,8 +89,8 @@ def scale_by_bounds(
         def does(found: Scaling) -> bool:
             return found.bounded > best.bounded and accepts(found, best, stated)
 
-        measured = Candidate(lambda: best, lambda found: False)
-        return take_first(itertools.chain([measured], _list_bounds(module, bounded, narrow, does)))
+        bounds = _list_bounds(module, bounded, narrow)
+        return take_first(itertools.chain([lambda: best], bounds), does=does)
 
     bounded, found = _give_room(partial(bound_kinds, module, kinds, None), search)
     return bounded.describe(found)
@@ -120,8 +120,11 @@ def scale_unmeasured(
 
     def search(bounded: BoundedCalls) -> Scaling:
         first, later = (partial(find, postpones=True, doubts=x) for x in (False, True))
-        strategies = _list_bounds(module, bounded, first, lambda x: not x.fp32_modules, later)
-        return take_first(strategies, price=lambda x: (x.fp32_flops, len(x.fp32_modules)))
+        return take_first(
+            _list_bounds(module, bounded, first, later),
+            does=lambda found: not found.fp32_modules,
+            price=lambda found: (found.fp32_flops, len(found.fp32_modules)),
+        )
 
     kinds = leave_unmeasured(calls)
     bounded, found = _give_room(partial(bound_kinds, module, kinds, load, encoded=encoded), search)
@@ -164,16 +167,14 @@ def _list_bounds(
     module: torch.nn.Module,
     bounded: BoundedCalls,
     find: Find,
-    does: Callable[[Scaling], bool],
     find_tighter: Find | None = None,
-) -> Iterator[Candidate[Scaling]]:
+) -> Iterator[Callable[[], Scaling]]:
     """Yield searches for exponents: with all proven bounds, then with fewer and fewer loose ones.
 
     Measured ranges replace the bounds that are left out.
 
     Args:
         find: finds exponents for calls.
-        does: whether exponents are accepted at once.
         find_tighter: finds them in all searches but the first; None for `find`.
     """
     before = None
@@ -182,7 +183,7 @@ def _list_bounds(
         ranges = [call.ranges for call in calls]
         if ranges != before:  # else no bound is that loose
             one = find if before is None else find_tighter or find
-            yield Candidate(partial(_find_wide, one, module, calls), does)
+            yield partial(_find_wide, one, module, calls)
         before = ranges
 
 

@@ -6,8 +6,9 @@ an fp32 stream if that was worse than bf16, hooks.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -25,7 +26,7 @@ from stopdown.scaling.trials.residual import (
     measure_wide_flops,
     open_fp32_modules,
 )
-from stopdown.scaling.trials.search import Candidate, StopReason, find_scaling, take_first
+from stopdown.scaling.trials.search import StopReason, find_scaling, take_first
 from stopdown.scaling.trials.trial import Run, run_reference, try_scaling
 from stopdown.scaling.trials.underflow import check_underflow
 from stopdown.scaling_records import ResidualStream, Scaling
@@ -105,7 +106,7 @@ class _CallSearch:
     captures: Captures = field(default_factory=Captures)
     unsolved: ScalingError | None = None
 
-    def list_strategies(self, residual: str) -> Iterator[Candidate[Scaling]]:
+    def list_strategies(self, residual: str) -> Iterator[Callable[[], Scaling]]:
         """Yield ways to find a scaling, in the order in which they are tried.
 
         The residual stream is first kept in the requested dtype, then in the other one. At last, forward
@@ -115,13 +116,13 @@ class _CallSearch:
             residual: dtype of the residual stream, `native` or `fp32`.
         """
         if residual == "fp32":
-            yield Candidate(self._find_streamed)
+            yield self._find_streamed
         if not self._failed(CaptureError):
-            yield Candidate(self._find_native)
+            yield self._find_native
         if residual != "fp32" and self._failed(TrialError):
-            yield Candidate(self._find_streamed)
+            yield self._find_streamed
         if self._failed(CaptureError, TrialError) or self.unsolved is not None:
-            yield Candidate(self._find_by_hooks)
+            yield self._find_by_hooks
 
     def _failed(self, *kinds: type[StopReason]) -> list[StopReason]:
         return [x for x in self.left if isinstance(x, kinds)]
@@ -163,14 +164,12 @@ class _CallSearch:
         if not self.verify:
             check_underflow(self.module, kinds, stream)
         whole = self._solve(kinds, stream)
-        strategies = [
-            Candidate(lambda: whole, lambda found: not found.fp32_modules),
-            Candidate(
-                partial(self._open, kinds, stream, whole),
-                lambda found: found.fp32_flops < whole.fp32_flops,
-            ),
-        ]
-        return take_first(strategies)
+        if not whole.fp32_modules:
+            return whole
+        with contextlib.suppress(CaptureError, ScalingError):
+            opened = self._open(kinds, stream, whole)
+            whole = opened if opened.fp32_flops < whole.fp32_flops else whole
+        return whole
 
     def _open(
         self, kinds: Sequence[MeasuredCall], stream: ResidualStream | None, whole: Scaling
@@ -226,6 +225,6 @@ def plan_stream(
     left: list[StopReason] = []
     ways = itertools.product((True, False), (False, True))
     try:
-        return take_first((Candidate(partial(find, *way)) for way in ways), left=left)
+        return take_first((partial(find, *way) for way in ways), left=left)
     except (CaptureError, ScalingError) as error:
         raise ScalingError(left[0].what) from error

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -63,19 +63,6 @@ Found = TypeVar("Found")
 StopReason = CaptureError | ScalingError
 
 
-@dataclass(frozen=True)
-class Candidate(Generic[Found]):
-    """One way of finding a result, for `take_first` to try.
-
-    Attributes:
-        find: returns a result, or raises the reason why there is none.
-        does: whether a result is accepted at once. Rejected results are compared by price at the end.
-    """
-
-    find: Callable[[], Found]
-    does: Callable[[Found], bool] = lambda found: True
-
-
 class PostponedError(Exception):
     """Raised by a strategy that is slow and known to be rejected. It goes on only if all others fail.
 
@@ -92,17 +79,19 @@ class PostponedError(Exception):
 
 
 def take_first(
-    strategies: Iterable[Candidate[Found]],
+    strategies: Iterable[Callable[[], Found]],
     *,
+    does: Callable[[Found], bool] = lambda found: True,
     price: Callable[[Found], Any] = lambda found: 0,
     left: list[StopReason] | None = None,
 ) -> Found:
-    """Try strategies in order; return the first result that its strategy accepts, or else the cheapest
-    of all.
+    """Try strategies in order; return the first result that is accepted, or else the cheapest of all.
 
     Of equally cheap results, the first is returned. If no strategy has a result, the last error is raised.
 
     Args:
+        strategies: each returns a result, or raises the reason why there is none.
+        does: whether a result is accepted at once.
         price: price of a result.
         left: receives the error of each strategy that has no result, in order.
     """
@@ -110,14 +99,14 @@ def take_first(
     late = dict[int, PostponedError]()
     for number, strategy in enumerate(strategies):
         try:
-            made = strategy.find()
+            made = strategy()
         except PostponedError as postponed:
             late[number] = postponed
             continue
         except (CaptureError, ScalingError) as error:
             left.append(error)
             continue
-        if strategy.does(made):
+        if does(made):
             return made
         found[number] = made
     for number, waiting in late.items():
@@ -242,7 +231,7 @@ class _RelaxedSearch:
 
     def run(self, relaxations: Iterable[Relaxation]) -> Scaling:
         """Return the first scaling that a relaxation allows."""
-        found = take_first(Candidate(partial(self._find, x)) for x in relaxations)
+        found = take_first(partial(self._find, x) for x in relaxations)
         shapes: dict[str, dict[Sizes, None]] = {}
         for call in self.calls:
             shapes.setdefault(call.capture.signature, {})[call.capture.sizes] = None
