@@ -318,10 +318,10 @@ def bring_back(
         came_as: dtype of the call's arguments.
         wide: indices of output tensors that stay in fp32 as well.
 
-    Cost: if `came_as` has the smaller range, a pass over the cast tensors, and a host read.
+    Cost: if `came_as` has the smaller range, a pass over each cast tensor, and a host read.
     """
-    narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     kept = {id(x) for number, x in enumerate(iterate_tensors(output)) if number in wide}
+    largest = torch.finfo(came_as).max
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         is_own = computed_in.itemsize < tensor.dtype.itemsize  # its code made it wide
@@ -330,27 +330,12 @@ def bring_back(
         if id(tensor) in kept:
             return tensor.float()
         cast = tensor.to(came_as)
-        if _has_less_range(came_as, tensor.dtype) and is_readable(cast) and is_plain():
-            narrowed[id(tensor)] = tensor, cast
-        return cast
+        if largest >= torch.finfo(tensor.dtype).max or are_finite(cast):
+            return cast
+        is_lost = bool((tensor.isfinite() & ~cast.isfinite()).any())
+        return tensor.float() if is_lost else cast
 
-    found = map_tensors(output, cast, keeps=is_kept)
-    bounds = bound_values([x for _, x in narrowed.values()])
-    if bounds is None or all(map(math.isfinite, bounds.tolist())):
-        return found
-    lost = {key for key, pair in narrowed.items() if _loses_values(*pair)}
-    if not lost:
-        return found
-    widen = lambda x: x.float() if id(x) in lost else cast(x)  # noqa: E731
-    return map_tensors(output, widen, keeps=is_kept)
-
-
-def _has_less_range(dtype: torch.dtype, other: torch.dtype) -> bool:
-    return torch.finfo(dtype).max < torch.finfo(other).max
-
-
-def _loses_values(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
-    return bool((wide.isfinite() & ~narrow.isfinite()).any())
+    return map_tensors(output, cast, keeps=is_kept)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
