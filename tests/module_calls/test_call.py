@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from stopdown.interception.arguments import HeldContainers
 from stopdown.module_calls.call import (
     ComponentCall,
     bring_back,
@@ -185,14 +184,3 @@ def test_the_last_pattern_that_matches_decides(
 ) -> None:
     """An exception is one of the patterns, so a model's own patterns have it only if they say so."""
     assert is_kept(name, keeps) == is_it
-
-
-def test_containers_of_the_caller_are_put_back() -> None:
-    """What code puts into a list or mapping that it is given comes out again."""
-    given, cache = [torch.ones(1)], {"a": torch.ones(1)}
-    held = HeldContainers(((given,), {"timestep": cache}))
-    given.append(torch.zeros(1))
-    cache["b"] = torch.zeros(1)
-    held.restore()
-    assert len(given) == 1
-    assert list(cache) == ["a"]

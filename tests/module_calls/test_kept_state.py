@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from stopdown.errors import ScalingError
-from stopdown.module_calls.kept_state import KeptState
+from stopdown.module_calls.kept_state import HeldContainers, KeptState
 from stopdown.runtime.guard import guard
 from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.rescale import rescale_
@@ -217,3 +217,14 @@ def test_outputs_of_other_classes_are_those_of_fp32(kind: Any) -> None:
     for name in ("sample", "hidden"):
         right = getattr(wanted, name)
         assert (getattr(found, name).float() - right).norm() < 4e-3 * right.norm(), name
+
+
+def test_containers_of_the_caller_are_put_back() -> None:
+    """What code puts into a list or mapping that it is given comes out again."""
+    given, cache = [torch.ones(1)], {"a": torch.ones(1)}
+    held = HeldContainers(((given,), {"timestep": cache}))
+    given.append(torch.zeros(1))
+    cache["b"] = torch.zeros(1)
+    held.restore()
+    assert len(given) == 1
+    assert list(cache) == ["a"]

@@ -5,24 +5,20 @@ previous chunk in `feat_cache` and count in `feat_idx`. In a copy of such a list
 the caller's list or mapping itself is passed: its tensors are replaced for the call, and restored
 afterwards unless the module overwrote them. Tuples and the keyword arguments are copied.
 
-Tensors in attributes of other objects (a `DynamicCache`) are replaced by `casting_objects` alone.
+Not covered: tensors in attributes of other objects (a `DynamicCache`), which aren't replaced.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import enum
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 
 from stopdown.interception.patches import Patches
-from stopdown.numerics import HALVES, iterate_tensors
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """A function from a tensor to its replacement, which may be the tensor itself."""
@@ -111,101 +107,6 @@ def _replace_items(
         if during is not item:
             container[key] = during
             replaced.append((container, key, item, during))
-
-
-class HeldContainers:
-    """A snapshot of the lists, sets, dicts and objects in a nested value, which a call may fill.
-
-    Of an object, such as a key/value cache, the dict of its attributes is saved. Tensors aren't copied.
-    """
-
-    def __init__(self, value: Any) -> None:
-        found = list(_list_containers(value, set()))
-        self._containers = [(x, copy.copy(x)) for x, _ in found]
-        self._in_objects = [x for x, is_inside in found if is_inside]
-
-    def __bool__(self) -> bool:
-        return bool(self._containers)
-
-    @property
-    def has_objects(self) -> bool:
-        """Whether the value contains objects with attributes that a call may set."""
-        return bool(self._in_objects)
-
-    @property
-    def has_kept_tensors(self) -> bool:
-        """Whether objects in the value hold tensors."""
-        return any(True for _ in iterate_tensors(self._in_objects))
-
-    @property
-    def is_filled(self) -> bool:
-        """Whether new tensors have been put into the lists, sets, dicts or objects."""
-        known = {id(x) for _, held in self._containers for x in _list_items(held)}
-        return any(
-            id(x) not in known and any(True for _ in iterate_tensors(x))
-            for container, _ in self._containers
-            for x in _list_items(container)
-        )
-
-    def restore(self) -> None:
-        """Restore the contents that lists, sets, dicts and objects had."""
-        for container, held in self._containers:
-            if list(map(id, _list_items(container))) != list(map(id, _list_items(held))):
-                container.clear()
-                container.extend(held) if isinstance(container, list) else container.update(held)
-
-
-def _list_items(container: Any) -> list[Any]:
-    return list(container.values() if isinstance(container, dict) else container)
-
-
-def _list_containers(
-    value: Any, seen: set[int], *, is_inside: bool = False
-) -> Iterator[tuple[Any, bool]]:
-    """List the lists, sets, dicts and objects' attribute dicts in a value, each once, and whether an object
-    has them.
-    """
-    for item in value.values() if isinstance(value, dict) else value:
-        if id(item) in seen:
-            continue
-        if type(item) in (list, dict, set):
-            seen.add(id(item))
-            yield item, is_inside
-        if type(item) in (list, dict, tuple):
-            yield from _list_containers(item, seen, is_inside=is_inside)
-        elif _is_object(item):
-            seen.add(id(item))
-            yield vars(item), True
-            yield from _list_containers(vars(item), seen, is_inside=True)
-
-
-def _is_object(value: Any) -> bool:
-    """Return whether a value is an object with attributes that a call may set: no tensor, module, type
-    or function.
-    """
-    plain = (torch.Tensor, torch.nn.Module, type, torch.Generator, enum.Enum)
-    return hasattr(value, "__dict__") and not (isinstance(value, plain) or callable(value))
-
-
-@contextlib.contextmanager
-def casting_objects(arguments: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Cast the tensors in objects among a call's arguments in the block, and put back those that the call
-    didn't replace.
-    """
-    replaced: list[Replaced] = []
-
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.dtype in (*HALVES, torch.float32) else tensor
-
-    for container, is_inside in list(_list_containers(arguments, set())):
-        if is_inside and not isinstance(container, set):
-            items = container.items() if isinstance(container, dict) else enumerate(container)
-            tensors = [(key, x) for key, x in items if isinstance(x, torch.Tensor)]
-            _replace_items(container, tensors, cast, lambda name: False, replaced)
-    try:
-        yield
-    finally:
-        put_back(replaced)
 
 
 def hook_arguments(

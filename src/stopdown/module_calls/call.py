@@ -6,12 +6,13 @@ their dtype between components (`keeps`). This module also changes, signs and ca
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fnmatch
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -23,13 +24,14 @@ from stopdown.errors import OptionError, take_one_line
 from stopdown.interception.arguments import (
     Change,
     Keeps,
-    casting_objects,
+    Replaced,
     put_back,
     replace_tensors,
 )
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.randomness import Restore, save_random
 from stopdown.module_calls.callee import DIFFUSERS_KEEPS, Callee
+from stopdown.module_calls.kept_state import list_containers
 from stopdown.module_calls.outermost_calls import is_plain
 from stopdown.module_calls.step_caches import save_caches
 from stopdown.numerics import (
@@ -122,7 +124,7 @@ class ComponentCall:
             floats = (x for x in iterate_tensors(self.named.get(name)) if x.is_floating_point())
             return dtype != torch.float32 or any(x.dtype not in HALVES for x in floats)
 
-        with casting_objects((self.args, self.kwargs), dtype):
+        with _casting_objects((self.args, self.kwargs), dtype):
             output = self.proceed_with(functools.partial(_cast, dtype=dtype), keeps)
         if came_as is None or self.callee.stage == "decode":
             return output
@@ -211,6 +213,25 @@ class ComponentCall:
         """
         here = next((x.device for x in module.parameters()), torch.device("cpu"))
         return save_random(device or here, self.kwargs), save_caches(module)
+
+
+@contextlib.contextmanager
+def _casting_objects(arguments: Any, dtype: torch.dtype) -> Iterator[None]:
+    """Cast the tensors in objects among a call's arguments in the block, and put back those that the call
+    didn't replace.
+    """
+    replaced: list[Replaced] = []
+    for container, is_inside in list(list_containers(arguments, set())):
+        if is_inside and not isinstance(container, set):
+            items = container.items() if isinstance(container, dict) else enumerate(container)
+            for key, tensor in [(key, x) for key, x in items if isinstance(x, torch.Tensor)]:
+                if tensor.dtype in (*HALVES, torch.float32) and tensor.dtype != dtype:
+                    container[key] = made = tensor.to(dtype)
+                    replaced.append((container, key, tensor, made))
+    try:
+        yield
+    finally:
+        put_back(replaced)
 
 
 def is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:

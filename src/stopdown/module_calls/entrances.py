@@ -25,11 +25,11 @@ from torch.nn import functional as F
 
 from stopdown.diagnosis.texts import REFUSALS, is_refusal
 from stopdown.errors import ScalingError, take_first_line
-from stopdown.interception.arguments import HeldContainers
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
 from stopdown.module_calls.call import ComponentCall, are_finite, cast_floats, narrow_if_finite
+from stopdown.module_calls.kept_state import HeldContainers
 from stopdown.numerics import iterate_tensors, measure_amax
 
 

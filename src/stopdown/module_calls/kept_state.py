@@ -1,5 +1,5 @@
-"""Notice and restore state that a module keeps between calls: buffers, attributes and hooks that a call
-changes.
+"""Notice and restore state that a call changes: a module's buffers, attributes and hooks, and containers
+among the call's arguments.
 
 Exponents are found for calls that depend only on their arguments. A module that updates a running mean,
 counts its calls or caches a result computes something else the second time, so results can't be compared,
@@ -14,8 +14,10 @@ first call that requests hidden states.
 
 from __future__ import annotations
 
+import copy
+import enum
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from stopdown.interception.module_paths import OWN_ATTRIBUTES
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import find_random, find_weights_device
 from stopdown.number_formats import list_some
-from stopdown.numerics import count_writes, has_values
+from stopdown.numerics import count_writes, has_values, iterate_tensors
 
 
 class KeptState:
@@ -191,3 +193,77 @@ def run_call(
     finally:
         for source, state in zip(sources, states, strict=True):
             source.put(state)
+
+
+class HeldContainers:
+    """A snapshot of the lists, sets, dicts and objects in a nested value, which a call may fill.
+
+    Of an object, such as a key/value cache, the dict of its attributes is saved. Tensors aren't copied.
+    """
+
+    def __init__(self, value: Any) -> None:
+        found = list(list_containers(value, set()))
+        self._containers = [(x, copy.copy(x)) for x, _ in found]
+        self._in_objects = [x for x, is_inside in found if is_inside]
+
+    def __bool__(self) -> bool:
+        return bool(self._containers)
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether the value contains objects with attributes that a call may set."""
+        return bool(self._in_objects)
+
+    @property
+    def has_kept_tensors(self) -> bool:
+        """Whether objects in the value hold tensors."""
+        return any(True for _ in iterate_tensors(self._in_objects))
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether new tensors have been put into the lists, sets, dicts or objects."""
+        known = {id(x) for _, held in self._containers for x in _list_items(held)}
+        return any(
+            id(x) not in known and any(True for _ in iterate_tensors(x))
+            for container, _ in self._containers
+            for x in _list_items(container)
+        )
+
+    def restore(self) -> None:
+        """Restore the contents that lists, sets, dicts and objects had."""
+        for container, held in self._containers:
+            if list(map(id, _list_items(container))) != list(map(id, _list_items(held))):
+                container.clear()
+                container.extend(held) if isinstance(container, list) else container.update(held)
+
+
+def _list_items(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def list_containers(
+    value: Any, seen: set[int], *, is_inside: bool = False
+) -> Iterator[tuple[Any, bool]]:
+    """List the lists, sets, dicts and objects' attribute dicts in a value, each once, and whether an object
+    has them.
+    """
+    for item in value.values() if isinstance(value, dict) else value:
+        if id(item) in seen:
+            continue
+        if type(item) in (list, dict, set):
+            seen.add(id(item))
+            yield item, is_inside
+        if type(item) in (list, dict, tuple):
+            yield from list_containers(item, seen, is_inside=is_inside)
+        elif _is_object(item):
+            seen.add(id(item))
+            yield vars(item), True
+            yield from list_containers(vars(item), seen, is_inside=True)
+
+
+def _is_object(value: Any) -> bool:
+    """Return whether a value is an object with attributes that a call may set: no tensor, module, type
+    or function.
+    """
+    plain = (torch.Tensor, torch.nn.Module, type, torch.Generator, enum.Enum)
+    return hasattr(value, "__dict__") and not (isinstance(value, plain) or callable(value))

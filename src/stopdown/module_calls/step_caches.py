@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from stopdown.interception.arguments import HeldContainers
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.kept_state import HeldContainers
 
 
 def save_caches(module: torch.nn.Module) -> Callable[[], None]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from stopdown.interception.arguments import HeldContainers
 from stopdown.interception.autocast import read_autocast
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.module_paths import casts_weights
@@ -21,7 +20,7 @@ from stopdown.interception.randomness import Restore
 from stopdown.module_calls.call import find_float_dtype
 from stopdown.module_calls.call_inputs import fits, name_inputs, read_sizes, show_sizes
 from stopdown.module_calls.callee import Callee
-from stopdown.module_calls.kept_state import KeptState
+from stopdown.module_calls.kept_state import HeldContainers, KeptState
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import count_writes, iterate_tensors
 from stopdown.records import BlockMaximum, CallSummary, ComponentPlan, Scaling

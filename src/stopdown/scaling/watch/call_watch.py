@@ -39,7 +39,6 @@ from torch.utils import _pytree as pytree
 
 from stopdown.errors import ScalingError, warn_user
 from stopdown.fold_names import find_folded_parts
-from stopdown.interception.arguments import HeldContainers
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.patches import Patches, SameInCopies, call_while_alive
@@ -58,6 +57,7 @@ from stopdown.module_calls.call_interception import (
 from stopdown.module_calls.call_signatures import list_argument_sizes, sign_call
 from stopdown.module_calls.callee import GENERAL_KEEPS, Callee
 from stopdown.module_calls.entrances import BeyondError, ReplacedError
+from stopdown.module_calls.kept_state import HeldContainers
 from stopdown.module_calls.outermost_calls import is_plain, listen
 from stopdown.module_calls.step_caches import clear_caches
 from stopdown.numerics import (
