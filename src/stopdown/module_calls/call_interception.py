@@ -115,8 +115,6 @@ class _StackCall:
 
     def __init__(self, stack: _Stack) -> None:
         functools.update_wrapper(self, stack.original)
-        if owner := getattr(stack.original, "__self__", None):
-            self.__self__ = owner
         self.stopdown_stack = stack
         self.__code__ = type(self).__call__.__code__  # `module.compile()` asks for it
 
@@ -126,6 +124,10 @@ class _StackCall:
             return stack.original(*args, **kwargs)
         stack.follow()
         return _enter(stack.call_original, stack.layers, args, kwargs)
+
+    @property
+    def __self__(self) -> Any:
+        return self.stopdown_stack.original.__self__  # type: ignore[attr-defined]
 
     def __get__(self, instance: object, owner: type) -> Any:
         """Bind like a function, so that a stack on a class is a method."""
