@@ -206,7 +206,10 @@ class KnownCalls:
         return marks
 
     def _prepare(self) -> torch.nn.Module | None:
-        """Return the copy of the module without weights, with its present settings; None if it's none."""
+        """Return the copy of the module without weights, with its present settings.
+
+        Return None if the module can't be copied, or runs other code now.
+        """
         if self._skeleton is not None and not self.settings.is_other_code:
             self.settings.set_on(self._skeleton)
             return self._skeleton
