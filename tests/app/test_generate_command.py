@@ -233,7 +233,8 @@ def test_overflow_in_fp16_stops_the_run(
     error = caught.value
     named = f"{component}.decode" if component == "vae" else component
     assert re.fullmatch(
-        r"Overflow in .+: a value reached [\d,]+, above fp16's maximum of 65,504\.", error.what
+        r"Overflow in .+: an activation reached [\d,]+, above fp16's maximum of 65,504\.",
+        error.what,
     )
     assert error.expected.startswith(f"`{named}` returned ")
     assert f" values{place}, in fp16. It begins at `{named}:" in error.expected

@@ -161,7 +161,7 @@ def test_overflow_exits_with_1(refuse: Any, save_tiny: SaveTiny) -> None:
     options = ("--precision", "fp16-plain", "--on-fault", "raise")
     message = refuse(source, "a", *SIZES, *options, code=1)
     assert re.fullmatch(
-        r"Overflow in the transformer: a value reached [\d,]+, above fp16's maximum of 65,504\. "
+        r"Overflow in the transformer: an activation reached [\d,]+, above fp16's maximum of 65,504\. "
         r"`transformer` returned \d+ NaN out of \d+ values at step 1 of 1, in fp16\. It begins at "
         r"`transformer:patch_embed\.text_proj` \(.+ in fp16\).+ Its inputs were finite "
         r"\(largest [\d.]+; fp16's maximum is 65504\)\. You asked for fp16\. "
@@ -190,8 +190,8 @@ def test_a_repair_is_said_once_and_stands_on_the_card(
     assert repairs > 0
     assert record["stages_s"]["repair"] == pytest.approx(repairs)
     assert re.search(
-        r"Overflow in the transformer: a value reached [\d,]+, above fp16's maximum of 65,504\. "
-        r"Repaired; the result is not affected\.",
+        r"Overflow in the transformer: an activation reached [\d,]+, above fp16's maximum of 65,504\. "
+        r"Repaired; the result isn't affected\.",
         " ".join(err.split()),
     )
     assert re.search(r"repaired  transformer:\S+: rescaled, 1 call retried", out)

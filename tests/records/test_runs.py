@@ -24,7 +24,7 @@ def test_a_verdict_is_that_of_the_output() -> None:
     healthy = dataclasses.replace(RECORD, findings=())
     assert healthy.verdict == "no NaN or Inf, nothing repaired."
     repaired = dataclasses.replace(healthy, repairs=(repair, repair))
-    assert repaired.verdict == "repaired vae.decode; the result is not affected."
+    assert repaired.verdict == "repaired vae.decode; the result isn't affected."
     failed = dataclasses.replace(healthy, repairs=(dataclasses.replace(repair, action="none"),))
     assert "was not repaired" in failed.verdict
 

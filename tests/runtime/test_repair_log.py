@@ -21,7 +21,7 @@ REPAIR = Repair(
     action="rescaled",
     reason="Its activations now fit into fp16, and what it computes is unchanged.",
     elapsed_s=1.25,
-    verdict="Overflow in the text encoder: a value reached 113,000, above fp16's maximum of 65,504.",
+    verdict="Overflow in the text encoder: an activation reached 113,000, above fp16's maximum of 65,504.",
 )
 
 
@@ -54,8 +54,8 @@ def test_nothing_is_printed_where_no_log_is_set_up(capsys: pytest.CaptureFixture
 def test_a_repair_begins_with_the_verdict() -> None:
     """What happened and whether the result is right come before the evidence."""
     assert describe_repair(REPAIR).startswith(
-        "Overflow in the text encoder: a value reached 113,000, above fp16's maximum of 65,504. "
-        "Repaired; the result is not affected. `text_encoder` returned 8 NaN"
+        "Overflow in the text encoder: an activation reached 113,000, above fp16's maximum of 65,504. "
+        "Repaired; the result isn't affected. `text_encoder` returned 8 NaN"
     )
 
 

@@ -300,8 +300,20 @@ def _explain(
         )
     said = dict.fromkeys(one.speed.reason for one in tried if one.speed is not None)
     if said:
-        reasons.append(f"Times are estimated from {'; '.join(x.rstrip('.') for x in said)}.")
+        reasons.append(_explain_times([x.rstrip(".") for x in said]))
     return tuple(reasons)
+
+
+def _explain_times(speeds: Sequence[str]) -> str:
+    """Say from which speeds the times are estimated, and once if all were measured here."""
+    if all(x.endswith(_MEASURED) for x in speeds):
+        listed = "; ".join(x.removesuffix(_MEASURED) for x in speeds)
+        return f"Times are estimated from what was measured here: {listed}."
+    return f"Times are estimated from {'; '.join(speeds)}."
+
+
+_MEASURED = ", measured here"
+"""Ending of the reasons of `measure_speed`."""
 
 
 def _explain_choice(

@@ -289,7 +289,7 @@ class RunRecord(GuardRecord):
         names = dict.fromkeys(x.component for x in self.repairs if x.action != "none")
         if not names:
             return "a component returned NaN or Inf, and was not repaired."
-        return f"repaired {', '.join(names)}; the result is not affected."
+        return f"repaired {', '.join(names)}; the result isn't affected."
 
     def list_reasons(self) -> list[tuple[str, str]]:
         """List each reason once, with the components that it applies to."""

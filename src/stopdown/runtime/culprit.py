@@ -67,7 +67,7 @@ class Culprit:
 
     @property
     def overflow(self) -> str:
-        """The overflow in words: `a value reached 113,000, above fp16's maximum of 65,504`.
+        """The overflow in words: `an activation reached 113,000, above fp16's maximum of 65,504`.
 
         "" if there is none, or if its size is unknown.
         """
@@ -77,7 +77,7 @@ class Culprit:
         if not known.largest < self.reached < math.inf:
             return ""
         reached, ends = map(word_size, (self.reached, known.largest))
-        return f"a value reached {reached}, above {self.dtype}'s maximum of {ends}"
+        return f"an activation reached {reached}, above {self.dtype}'s maximum of {ends}"
 
     def describe(self, component: str) -> str:
         """Describe, for people, where the NaN or Inf began and why.
@@ -96,10 +96,10 @@ class Culprit:
             return "Stopdown could not find where the fault began."
         said = f"It begins at `{module_path}` ({self.operation} in {self.dtype})"
         if self.operands:
-            said += f": its operands are finite ({', '.join(self.operands)})"
+            said += f", whose operands are finite ({', '.join(self.operands)})"
         ends = {"undefined": "it is not finite in fp32 either", "written": "its code writes it"}
         if math.isfinite(self.reached):
-            ends[self.kind] = f"in fp32 the result reaches {self.reached:.4g}"
+            ends[self.kind] = f"whose result in fp32 reaches {word_size(self.reached)}"
         if self.kind == "kernel":
             ends["kernel"] = (
                 f"it should reach no more than {self.reached:.4g}, which {self.dtype} holds: this "

@@ -81,7 +81,7 @@ _NAMES = {
 
 
 def word_overflow(component: str, overflow: str) -> str:
-    """Write `Overflow in the UNet: a value reached 113,000, above fp16's maximum of 65,504.`, or "".
+    """Write `Overflow in the UNet: an activation reached 113,000, above fp16's maximum of 65,504.`, or "".
 
     Args:
         overflow: from `Culprit.overflow`; "" if there's none.

@@ -119,5 +119,5 @@ def describe_repair(repair: Repair) -> str:
     said = f"{repair.evidence} {done}. {repair.reason}"
     if not repair.verdict:
         return f"{said} The call was retried." if is_again else said
-    ended = "Repaired; the result is not affected." if is_again else "It was not repaired."
+    ended = "Repaired; the result isn't affected." if is_again else "It was not repaired."
     return f"{repair.verdict} {ended} {said}"
