@@ -88,6 +88,33 @@ def test_share_of_the_work_is_counted() -> None:
     assert "4 of 4 matrices run in fp16" in rescaling.scaling.note
 
 
+class Choosing(nn.Module):
+    """Picks a branch for each row, in code that PyTorch compiles by itself and nothing traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def choose(row: torch.Tensor) -> Any:
+            return torch.cond(row.sum() > 0, torch.sin, torch.cos, (row,))
+
+        return torch.vmap(choose)(self.inner(x)) * 2
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own, of what it compiles
+def test_code_that_compiles_itself_returns_later_what_it_did() -> None:
+    """What fits is found, and neither the measurement nor a later call gets other containers."""
+    torch.manual_seed(0)
+    module, x = Choosing().eval().requires_grad_(False), torch.randn(3, 4)
+    before = module(x)
+    rescaling = rescale_(module, (x,))
+    assert "1 of 1 matrices run in fp16" in rescaling.scaling.note
+    assert rescaling.trial
+    rescaling.undo()
+    assert torch.equal(module(x), before)
+
+
 class Stubborn(Leaving):
     """Multiplies by itself, in the dtype of another module's weights."""
 

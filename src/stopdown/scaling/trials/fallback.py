@@ -87,7 +87,7 @@ def scale_by_hooks(
     Raises:
         CaptureError, ScalingError: of `failure`'s kind, if no matrix fits into fp16 or the trial fails.
 
-    Cost: a forward in fp32 for each call, and one in fp16 (not of large calls on a CPU).
+    Cost: two forwards in fp32 for each call, and one in fp16 (not of large calls on a CPU).
     """
     seen = _measure_calls(module, calls)
     narrow = [path for path, amax in seen.amax.items() if _fits(amax)]
@@ -103,33 +103,32 @@ def scale_by_hooks(
 
 
 def _measure_calls(module: torch.nn.Module, calls: Sequence[PlainCall]) -> _Seen:
-    counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
-    try:
-        seen = _run_watched(module, calls, counter)
-        seen.flops = float(counter.get_total_flops())
-    except NotImplementedError:  # torch 2.6.0's counter refuses custom operators
-        seen = _run_watched(module, calls, contextlib.nullcontext())
-        seen.flops = sum(seen.layer_flops.values())
-    return seen
-
-
-def _run_watched(
-    module: torch.nn.Module,
-    calls: Sequence[PlainCall],
-    counter: contextlib.AbstractContextManager[Any],
-) -> _Seen:
     seen = _Seen()
     with Patches() as patches:
         for path, part in module.named_modules():
             if path and isinstance(part, (torch.nn.Linear, _ConvNd)):
                 hook = partial(_record_layer_call, seen, path)
                 patches.defer(part.register_forward_hook(hook, with_kwargs=True).remove)
-        with counter:
-            for call, args, kwargs in calls:
-                output, _ = run_call(module, call, args, kwargs)
-                floats = [x for x in iterate_tensors(output) if x.is_floating_point()]
-                seen.returns_fp16 &= all(_fits(_measure_amax(x)) for x in floats)
+        for call, args, kwargs in calls:
+            output, _ = run_call(module, call, args, kwargs)
+            floats = [x for x in iterate_tensors(output) if x.is_floating_point()]
+            seen.returns_fp16 &= all(_fits(_measure_amax(x)) for x in floats)
+    seen.flops = _count_flops(module, calls) or sum(seen.layer_flops.values())
     return seen
+
+
+def _count_flops(module: torch.nn.Module, calls: Sequence[PlainCall]) -> float:
+    """Count the FLOPs of calls, including products of two values; 0.0 if the code doesn't run so.
+
+    Code that compiles itself, such as `torch.cond`, is left out of the compiler. What the compiler makes
+    of it under a counter returns other containers, in every later call as well.
+    """
+    counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+    with contextlib.suppress(Exception), torch.compiler.set_stance("force_eager"), counter:
+        for call, args, kwargs in calls:
+            run_call(module, call, args, kwargs)
+        return float(counter.get_total_flops())
+    return 0.0
 
 
 def _record_layer_call(
