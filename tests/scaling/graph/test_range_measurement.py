@@ -163,3 +163,37 @@ def test_zero_has_a_logarithm() -> None:
     """That of a power of two is exact, and that of 0 is below all others."""
     assert log2_of(8.0) == 3.0
     assert log2_of(0.0) == -math.inf
+
+
+class EachRow(nn.Module):
+    """Norms each row or picture by itself, in `vmap`."""
+
+    def __init__(self, norm: nn.Module, way: int) -> None:
+        super().__init__()
+        self.norm, self.way = norm, way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(self.norm, in_dims=self.way)(x)
+
+
+NORMS: dict[str, tuple[nn.Module, tuple[int, ...], int]] = {
+    "row": (nn.LayerNorm(4), (3, 4), 0),
+    "last dimension": (nn.LayerNorm(4), (4, 3), 1),
+    "group": (nn.GroupNorm(2, 4), (3, 2, 4, 5), 0),
+    "group, third dimension": (nn.GroupNorm(2, 4), (2, 4, 3, 5), 2),
+}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_squares_beyond_fp32_are_found_inside_vmap(kind: str) -> None:
+    """Beyond fp32 they are refused, and just below they aren't, wherever the examples lie."""
+    norm, shape, way = NORMS[kind]
+    module, x = EachRow(norm, way), torch.randn(*shape)
+    found, small = capture(module, x), torch.full(shape, 1e-3)
+    large, place = small.clone(), [0] * x.dim()
+    place[way] = 1
+    large[tuple(place)] = 1.0  # of one example alone
+    with pytest.raises(ScalingError, match=r"squares values of up to 3e\+19, and their sum is Inf"):
+        run_capture(found, module, (large * 3e19,), {}, {})
+    ranges, _ = run_capture(found, module, (large * 1.2e19,), {}, {})
+    assert ranges

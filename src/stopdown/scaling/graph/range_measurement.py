@@ -285,8 +285,7 @@ class _Runner(torch.fx.Interpreter):
         return tuple(self._measure_part(node, part) for part in parts)
 
     def _measure_part(self, node: Node, value: torch.Tensor) -> Range:
-        while torch._C._functorch.is_batchedtensor(value):  # inside `vmap`: measure all
-            value = torch._C._functorch.get_unwrapped(value)
+        value = _gather_examples(value)
         if value.is_complex():
             value = torch.view_as_real(value.resolve_conj())
         if node in self.masked:
@@ -309,9 +308,11 @@ class _Runner(torch.fx.Interpreter):
             return
         given = arguments(node)
         if is_kind(node, "row_norm"):
-            rows = value.double().flatten(-len(given["normalized_shape"]))
+            size = math.prod(given["normalized_shape"])
         else:
-            rows = value.double().reshape(len(value), int(given["num_groups"]), -1)
+            size = value[0].numel() // int(given["num_groups"])
+        value = _gather_examples(value)
+        rows = value.double().reshape(-1, size)
         if float(rows.square().sum(-1).max()) > _FP32_LARGEST:
             raise ScalingError(
                 f"{self._name(node)} squares values of up to {float(value.abs().max()):.2g}, and their "
@@ -326,6 +327,16 @@ class _Runner(torch.fx.Interpreter):
         if node.op == "placeholder":
             return f"The input {node.name}"
         return f"{self.capture.component}:{module_path(node)} ({operation(node)})"
+
+
+def _gather_examples(value: torch.Tensor) -> torch.Tensor:
+    """Return the values of all examples of a `vmap` region, which are in the first dimension of the
+    result; outside of a region, the tensor itself.
+    """
+    while torch._C._functorch.is_batchedtensor(value):
+        place = torch._C._functorch.maybe_get_bdim(value)
+        value = torch._C._functorch.get_unwrapped(value).movedim(place, 0)
+    return value
 
 
 def _call(target: Any, args: Any, kwargs: Any) -> Any:
