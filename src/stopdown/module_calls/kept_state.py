@@ -206,9 +206,6 @@ class HeldContainers:
         self._containers = [(x, copy.copy(x)) for x, _ in found]
         self._in_objects = [x for x, is_inside in found if is_inside]
 
-    def __bool__(self) -> bool:
-        return bool(self._containers)
-
     @property
     def has_objects(self) -> bool:
         """Whether the value contains objects with attributes that a call may set."""

@@ -101,8 +101,7 @@ def test_a_difference_has_lists_whole() -> None:
     torch.manual_seed(2)
     module = Modulated().eval().requires_grad_(False)
     given = {"x": torch.randn(1, 12, 16), "time": torch.randn(1, 8)}
-    known = rescale_(module, (), {**given, "grid": (3, 4)}).scaling
-    said = known_calls.describe_difference(
-        "forward(grid=[2, 6], time[2d], x[3d])", known, "forward"
-    )
+    known = KnownCalls(module, rescale_(module, (), {**given, "grid": (3, 4)}).scaling)
+    key = "forward(grid=[2, 6], time[2d], x[3d])", ()
+    said = known.describe_difference(key, "forward")
     assert said == "with grid=[2, 6], without grid=[3, 4] (forward)"

@@ -82,16 +82,13 @@ def find_stream(
             "linear, convolution or embedding writes.",
             remedy="Use residual None: the ordinary rescaling.",
         )
-    narrow = {name for reader in readers for name in reader.narrow}
-    wide = (
-        {name for reader in readers for name in reader.beside}
-        - narrow
-        - _find_first_parameter(module)
-    )
+    first = _find_first_parameter(module)
+    wide = {name for reader in readers for name in reader.beside} - first
+    wide -= {name for reader in readers for name in reader.narrow}
     norms = {path for reader in readers for path in reader.norms(wide)}
     layers = set[str]()
     if rows:
-        own = {name.rpartition(".")[0] for name in _find_first_parameter(module)}
+        own = {name.rpartition(".")[0] for name in first}
         layers = (_find_embedding(module, readers) | _find_bare_readers(readers)) - inner - own
     wide |= {x for x in name_parameters(module) if x.rpartition(".")[0] in layers}
     return ResidualStream(

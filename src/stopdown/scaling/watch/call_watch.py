@@ -369,15 +369,17 @@ class CallWatch(SameInCopies):
         )
 
     def check_copy(
-        self, copied: torch.nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        copied: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        method: str = "forward",
     ) -> None:
         """Refuse a call of a deep copy of the module for which its scale exponents don't hold; they
         can't be removed there.
 
-        A copy without weights computes no values, and may make any call.
-
-        Args:
-            method, args, kwargs: the call.
+        A copy without weights computes no values, and may make any call. For `forward`, this is a pre-hook
+        of the copy.
         """
         if not any(has_values(x) for x in copied.parameters()):
             return
@@ -475,7 +477,7 @@ class CallWatch(SameInCopies):
         with ambient:
             self.weights.check()
             is_known = ends is PLAIN
-            restores = () if is_known and not (held or reads) else call.save(self.module)
+            restores = call.save(self.module)
             try:
                 with noting_answers(answers) if reads else contextlib.nullcontext():
                     is_good, output = (
@@ -742,21 +744,13 @@ class CopyHook:
                     name: _CopiedMethod(watch, x.stopdown_stack.original)
                     for name, x in stacks.items()
                 },
-                hooks: OrderedDict({_WATCH: _CopyCheck(watch), **state[hooks]}),
+                hooks: OrderedDict({_WATCH: watch.check_copy, **state[hooks]}),
                 with_kwargs: OrderedDict({_WATCH: True, **state[with_kwargs]}),
             }
         return (make, args, state, *rest)
 
     def pickle(self, protocol: Any) -> Any:
         return type(self.module).__reduce_ex__(self.module, protocol)
-
-
-@dataclass(frozen=True)
-class _CopyCheck(SameInCopies):
-    watch: CallWatch
-
-    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        self.watch.check_copy(module, "forward", args, kwargs)
 
 
 class _CopiedMethod:
@@ -770,7 +764,7 @@ class _CopiedMethod:
         self._watch, self._method = watch, method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._watch.check_copy(self._method.__self__, self._method.__name__, args, kwargs)
+        self._watch.check_copy(self._method.__self__, args, kwargs, self._method.__name__)
         return self._method(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _CopiedMethod:

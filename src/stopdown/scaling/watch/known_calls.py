@@ -254,19 +254,29 @@ class KnownCalls:
         return None  # such calls can't be checked
 
     def describe_difference(self, key: Key, method: str, *, names_sizes: bool = True) -> str:
-        """Describe how a call differs from the known ones: `with hidden=True, without mask[2d]`, or
-        `with sizes 1x16, 4`.
+        """Describe how a call differs from the nearest known one: `with hidden=True, without mask[2d]`,
+        or `with sizes 1x16, 4`.
 
         Args:
             key: signature and sizes of the call.
             names_sizes: list the sizes if only they differ.
         """
         signature, sizes = key
-        if signature not in self._scaling.signatures:
-            return describe_difference(signature, self._scaling, method)
-        if not names_sizes:
+        if signature in self._scaling.signatures and names_sizes:
+            return f"with sizes {', '.join('x'.join(map(str, x)) for x in sizes if x)} ({method})"
+        if signature in self._scaling.signatures:
             return f"with other sizes ({method})"
-        return f"with sizes {', '.join('x'.join(map(str, x)) for x in sizes if x)} ({method})"
+        parts = _list_parts(signature)
+        known = [x for x in self._scaling.signatures if x.startswith(f"{method}(")]
+        if not known:
+            return f"as {signature}"
+        nearest = min(map(_list_parts, known), key=lambda x: len(x ^ parts))
+        added = sorted(parts - nearest)
+        code = [f"with {x}" for x in added if x.startswith(CODE_WORDS)]  # may be one for each layer
+        said = [f"with {x}" for x in added if not x.startswith(CODE_WORDS)]
+        said += [list_some(code)] if code else []
+        said += [f"without {x}" for x in sorted(nearest - parts)]
+        return f"{', '.join(said) or 'otherwise'} ({method})"
 
 
 def _copy_without_weights(module: torch.nn.Module) -> torch.nn.Module | None:
@@ -297,23 +307,6 @@ def find_path(call: ComponentCall) -> str:
     whole module.
     """
     return call.callee.component_name if call.callee.stage == "part" else ""
-
-
-def describe_difference(signature: str, scaling: Scaling, method: str) -> str:
-    """Describe how a call signature differs from the nearest one of a scaling: `with hidden=True,
-    without mask[2d]`.
-    """
-    parts = _list_parts(signature)
-    known = [_list_parts(x) for x in scaling.signatures if x.startswith(f"{method}(")]
-    if not known:
-        return f"as {signature}"
-    nearest = min(known, key=lambda x: len(x ^ parts))
-    added = sorted(parts - nearest)
-    code = [f"with {x}" for x in added if x.startswith(CODE_WORDS)]  # may be one for each layer
-    said = [f"with {x}" for x in added if not x.startswith(CODE_WORDS)]
-    said += [list_some(code)] if code else []
-    said += [f"without {x}" for x in sorted(nearest - parts)]
-    return f"{', '.join(said) or 'otherwise'} ({method})"
 
 
 def _list_parts(signature: str) -> set[str]:
