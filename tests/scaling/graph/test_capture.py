@@ -300,6 +300,38 @@ def test_a_table_that_another_size_does_without_is_named() -> None:
     assert capture.replaceable == {"table"}
 
 
+class Unprintable:
+    """An argument without a text, as flex attention's masks are while they are traced."""
+
+    def __repr__(self) -> str:
+        raise TypeError("unsupported format string")
+
+
+class Part(Positions):
+    """Takes another argument as well, which it ignores."""
+
+    def forward(self, x: torch.Tensor, ignored: object = None) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Inside(nn.Module):
+    """Gives a part with a table an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.part(x, Unprintable())
+        return made
+
+
+def test_arguments_of_parts_are_told_apart_without_their_texts() -> None:
+    """A part with a table is called with an object whose text cannot be made."""
+    capture = capture_call(Inside(), (torch.zeros(3, 4),), dtype=torch.float16)
+    assert capture.replaceable == {"part.table"}
+
+
 def test_what_is_no_module_is_refused() -> None:
     """A plain function has no parameters to scale."""
     with pytest.raises(CaptureError, match="is neither a module nor a bound method of one"):

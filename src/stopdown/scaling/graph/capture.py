@@ -755,16 +755,24 @@ def _find_replaceable(
             id(x): name for name, x in _list_tables(module) if path or name in module._buffers
         }
         tables = {x: name for x, name in tables.items() if f"{path}.{name}".strip(".") in used}
-        key = type(module), _read_settings(module), str(call), frozenset(tables.values())
+        key = type(module), _read_settings(module), _sign(call), frozenset(tables.values())
         if tables and key not in known:
             known[key] = _find_unread(module, call, tables, mode)
         found.update(f"{path}.{name}".strip(".") for name in (known[key] if tables else ()))
     return frozenset(found)
 
 
+_Plain = bool | int | float | str | None
+
+
+def _sign(call: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a key that is equal for calls with alike arguments; objects are alike only to themselves."""
+    leaves, spec = pytree.tree_flatten(call)
+    return spec, *(x if isinstance(x, _Shaped | _Plain) else id(x) for x in leaves)
+
+
 def _read_settings(module: torch.nn.Module) -> tuple[tuple[str, Any], ...]:
-    plain = (bool, int, float, str, type(None))
-    return tuple((name, x) for name, x in vars(module).items() if isinstance(x, plain))
+    return tuple((name, x) for name, x in vars(module).items() if isinstance(x, _Plain))
 
 
 def _find_unread(
