@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -85,6 +86,34 @@ def test_values_written_in_place_are_seen_through_every_name() -> None:
     case = bound_module(Model(), torch.randn(2, 4))
     assert not climb(case, random.Random(0), 5)
     assert case.bounds.ranges["mul"][0].amax >= 3 * 64
+
+
+def check_raised_limits(name: str) -> None:
+    """Each input of a class, with a limit a hundred times as large: from earlier bounds and from scratch."""
+    for case in bound_example(name):
+        load, blocks = case.tensors.__getitem__, split_values(case.capture)
+        for given, limit in case.limits.largest.items():
+            largest = {**case.limits.largest, given: 100 * limit}
+            limits = replace(case.limits, largest=largest)
+            bounds = [
+                bounds_module.bound_call(case.capture, load, limits, blocks, (), before)
+                for before in (None, case.bounds)
+            ]
+            assert bounds[0].ranges == bounds[1].ranges, given
+            sizes = [{x: y and y.largest for x, y in one.values.items()} for one in bounds]
+            assert sizes[0] == sizes[1], given
+
+
+@pytest.mark.parametrize("name", ["CogVideoX sinusoidal", "SD3"])
+def test_another_limit_of_an_input_gives_the_bounds_of_a_first_pass(name: str) -> None:
+    """Only what an input reaches is bounded again, and it is bounded alike."""
+    check_raised_limits(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_another_limit_gives_the_bounds_of_a_first_pass_in_any_class(name: str) -> None:
+    check_raised_limits(name)
 
 
 def test_a_product_of_sizes_is_no_written_norm() -> None:

@@ -79,6 +79,7 @@ class Bounds:
     """Upper bounds of all activations of one captured call, for every allowed input.
 
     Attributes:
+        limits: assumptions about the inputs.
         values: maps each node name to its bound; None if it has none.
         ranges: maps each node name to the ranges of its blocks, as in `run_capture`'s result; nodes
             without a bound are missing.
@@ -87,6 +88,7 @@ class Bounds:
         rowed: names of nodes whose rows are known as `n * gain + table[t] + rest`.
     """
 
+    limits: InputLimits
     values: dict[str, Bound | None] = field(default_factory=dict)
     ranges: dict[str, tuple[Range, ...]] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)
@@ -114,7 +116,7 @@ class KnownValues:
         self._shares: dict[Node, tuple[Node, float]] = {}
         self.held: dict[Node, Any] = {}
         self.rows: dict[Node, AffineRows] = {}
-        self.found = Bounds()
+        self.found = Bounds(limits)
 
     def bound(self, value: Any) -> Bound | None:
         """Return upper bounds of the magnitudes of a node's result, or of a parameter; None if there

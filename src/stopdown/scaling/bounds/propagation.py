@@ -105,8 +105,8 @@ def bound_call(
         blocks: maps nodes of the graph to blocks of their channels that are bounded separately; `{}` for
             none.
         loose: names of parameters with a larger error allowance for fp16 subnormals.
-        before: bounds of the same call without loose parameters. If given, only the bounds that these
-            affect are computed.
+        before: bounds of the same call without loose parameters, or with other `limits.largest`. If given,
+            only the bounds that the difference affects are computed.
 
     Returns:
         The bounds. `.values` maps the name of each node to its bound, in float64 on the CPU, or to None:
@@ -386,8 +386,8 @@ class Propagation(KnownValues):
 
 
 class _Update(Propagation):
-    """Bounds a call again after parameters were given a larger error allowance, and reuses unaffected
-    bounds.
+    """Bounds a call again after parameters were given a larger error allowance or inputs another limit, and
+    reuses unaffected bounds.
 
     The allowance is for fp16 subnormals in weights that are stored with a smaller scale ("loose"). Changes
     don't pass a norm, whose result is bounded by its own weights. Earlier results hold bounds
@@ -397,10 +397,15 @@ class _Update(Propagation):
 
     def begin(self, before: Bounds) -> None:
         self.before = before
-        loose = {x.name for x in self.placeholders.values() if self._is_loose(x)}
-        kept = {name: parts for name, parts in before.ranges.items() if name not in loose}
+        self.changed = {x for x in self.placeholders.values() if self._is_changed(x)}
+        names = {x.name for x in self.changed}
+        kept = {name: parts for name, parts in before.ranges.items() if name not in names}
         self.found = replace(
-            before, values=dict(before.values), ranges=kept, scores=dict(before.scores)
+            before,
+            limits=self.limits,
+            values=dict(before.values),
+            ranges=kept,
+            scores=dict(before.scores),
         )
         self.needed = self._find_needed(self._find_changed())
 
@@ -418,14 +423,14 @@ class _Update(Propagation):
         if node.name in self.before.exact:
             self.held.pop(node, None)
 
-    def _is_loose(self, node: Node) -> bool:
-        return self.capture.parameters.get(node.name) in self._loose
+    def _is_changed(self, node: Node) -> bool:
+        """Return whether a placeholder is a loose parameter, or an input whose limit was another."""
+        now, was = (x.largest.get(node.name) for x in (self.limits, self.before.limits))
+        return now != was or self.capture.parameters.get(node.name) in self._loose
 
     def _find_changed(self) -> set[Node]:
-        """Find the nodes whose bounds the larger error allowance of some parameters affects, also by
-        shared storage.
-        """
-        changed: set[Node] = {x for x in self.placeholders.values() if self._is_loose(x)}
+        """Find the nodes whose bounds the changed placeholders affect, also by shared storage."""
+        changed = set(self.changed)
         before = -1
         while before < len(changed):
             before = len(changed)
@@ -454,14 +459,13 @@ class _Update(Propagation):
         return sources
 
     def _find_needed(self, changed: set[Node]) -> set[Node]:
-        """Return the nodes whose bounds must be computed again, after the error allowance of some
-        weights has grown.
+        """Return the nodes whose bounds must be computed again.
 
-        These are the nodes whose bound it changes, inputs of which more than the earlier bound is
+        These are the nodes whose bound changes, inputs of which more than the earlier bound is
         needed, inputs of such inputs, and nodes that share their storage.
 
         Args:
-            changed: nodes whose bound the larger allowance affects.
+            changed: nodes whose bound changes.
         """
         needed: set[Node] = set()
         asked = list(changed)
