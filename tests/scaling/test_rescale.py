@@ -139,3 +139,36 @@ def test_torchscript_and_complex_weights_are_refused_by_name() -> None:
         rescale_(Complex().eval(), x)
     with pytest.raises(InputError, match=r"^rescale_ was given a TorchScript module\."):
         rescale_(torch.jit.trace(torch.nn.Linear(8, 8).eval(), x), x)
+
+
+class Cached(nn.Module):
+    """Puts its keys into an object among its arguments, as `WanAnimate2Transformer3DModel` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.norm = nn.Linear(4, 4, bias=False), nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        cache.keys.append(self.key(x))
+        return self.norm(cache.keys[-1])  # type: ignore[no-any-return]
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e5])
+def test_a_call_that_fills_its_arguments_is_refused_if_that_would_be_scaled(factor: float) -> None:
+    """Each call would be refused later, also the example; the cache is left as it was."""
+    module, cache, x = Cached().requires_grad_(False), Cache(), torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    module.key.weight.copy_(factor * torch.eye(4))
+    if factor == 1.0:
+        assert not rescale_(module, (x, cache)).exponents
+    else:
+        with pytest.raises(ScalingError, match="puts tensors into its arguments, such as a cache"):
+            rescale_(module, (x, cache))
+        assert torch.equal(module.key.weight, factor * torch.eye(4))
+    assert not cache.keys
+    module(x, cache)
+    assert len(cache.keys) == 1

@@ -123,7 +123,7 @@ def bound_kinds(
         kinds: captured calls, with or without measured ranges.
         load: returns a parameter or buffer by name; None uses the module's own.
         loose: names of parameters with the larger error allowance for fp16 subnormals.
-        before: the result without loose parameters.
+        before: the result without loose parameters, or with another `encoded`.
         encoded: largest magnitude to assume for a text or image encoder's outputs.
 
     Cost: one pass over the weights for each kind; with `before`, over the affected ones only.

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from stopdown.argument_types import check_ranges, check_residual, check_type
-from stopdown.errors import OptionError, warn_user
+from stopdown.errors import OptionError, ScalingError, warn_user
 from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.autocast import read_autocast, watched_autocast, without_autocast
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.call import PlainCall, explain_call
-from stopdown.module_calls.kept_state import KeptState
+from stopdown.module_calls.kept_state import HeldContainers, KeptState
 from stopdown.number_formats import list_some
 from stopdown.scaling.folding.folds import (
     Rescaling,
@@ -89,7 +89,7 @@ def rescale_(
             values.
         ScalingError: if no exponents keep it in range; if weights are quantised, or NaN or Inf, each of
             which is named; if a value is NaN or Inf in fp32; if the module would return other values in
-            fp32. The module is unchanged.
+            fp32; if a call puts tensors into its arguments. The module is unchanged.
         OptionError: if there is no call, or it fails in the module itself; if `residual` or `ranges` is
             none of the above.
 
@@ -123,7 +123,7 @@ def rescale_(
         )
     stream, basis = check_residual(residual), check_ranges(ranges)
     kinds = [[x] for x in given]
-    kept = KeptState(module)
+    kept, held = KeptState(module), HeldContainers(given)
     with without_autocast(), watched_autocast() as entered:
         try:
             scaling = scale_calls(module, kinds, stream, basis, verify=verify)
@@ -131,8 +131,17 @@ def rescale_(
             for call, own, named in given:
                 explain_call("rescale_", partial(call, *own, **named), error)
             raise
-        finally:  # restore the module's state from before the calls
+        finally:  # restore what the calls changed, in the module and in their arguments
             kept.restore(kept.list_changes())
+            is_filled = held.is_filled
+            held.restore()
+    if is_filled and (scaling.exponents or scaling.multiplies or scaling.eps):
+        raise ScalingError(
+            f"The call puts tensors into its arguments, such as a cache; {type(module).__name__} would "
+            "put them there scaled, where other code reads them.",
+            expected="Activations with scale exponents stay inside the module.",
+            remedy="Run it under stopdown.guard, which runs such calls in another format, or in bf16.",
+        )
     folds = Patches()
     CallWatch.watch(module, scaling, partial(_fold, module, scaling), folds, _WATCH, casts=False)
     rescaling = Rescaling(module, scaling, folds)

@@ -89,7 +89,7 @@ def test_values_written_in_place_are_seen_through_every_name() -> None:
 
 
 def check_raised_limits(name: str) -> None:
-    """Each input of a class, with a limit a hundred times as large: from earlier bounds and from scratch."""
+    """Raise the limit of each input a hundredfold: from earlier bounds and from scratch."""
     for case in bound_example(name):
         load, blocks = case.tensors.__getitem__, split_values(case.capture)
         for given, limit in case.limits.largest.items():

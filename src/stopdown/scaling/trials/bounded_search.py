@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +21,8 @@ import torch
 from stopdown.errors import ScalingError
 from stopdown.fold_names import Folds, list_folds
 from stopdown.mapped_weights import Load
-from stopdown.scaling.bounds.input_limits import EMBEDDINGS
+from stopdown.module_calls.call_inputs import is_encoded
+from stopdown.scaling.bounds.input_limits import HIDDEN_STATES
 from stopdown.scaling.bounds.propagation import LEAST_STORED_LOOSE
 from stopdown.scaling.certificate import BoundedCalls, bound_kinds, leave_unmeasured
 from stopdown.scaling.exponents.problem import VANISHING_BITS, MeasuredCall
@@ -92,8 +94,8 @@ def scale_by_bounds(
         bounds = _list_bounds(module, bounded, narrow)
         return take_first(itertools.chain([lambda: best], bounds), does=does)
 
-    bounded, found = _give_room(partial(bound_kinds, module, kinds, None), search)
-    return bounded.describe(found)
+    bind = partial(bound_kinds, module, kinds, None)
+    return _give_room(bind, bind(), search)
 
 
 def scale_unmeasured(
@@ -101,7 +103,8 @@ def scale_unmeasured(
     calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
     load: Load,
     find: Callable[..., Scaling] = find_scaling,
-    encoded: float = EMBEDDINGS,
+    *,
+    hands_over: bool = False,
 ) -> Scaling:
     """Find scale exponents from the weights alone, by proven bounds, without running the module.
 
@@ -113,7 +116,9 @@ def scale_unmeasured(
         calls: captures, each with the arguments that it was made with.
         load: returns a parameter or buffer by name.
         find: finds exponents for calls, as `find_scaling`.
-        encoded: largest magnitude to assume for a text or image encoder's outputs.
+        hands_over: an encoder of the pipeline returns hidden states, which no norm has made small.
+            Outputs of encoders are then assumed to have any fp16 value, if exponents for that cost
+            nothing.
 
     Cost: one or two passes over the weights for each call, and up to a dozen solutions after each.
     """
@@ -126,16 +131,35 @@ def scale_unmeasured(
             price=lambda found: (found.fp32_flops, len(found.fp32_modules)),
         )
 
-    kinds = leave_unmeasured(calls)
-    bounded, found = _give_room(partial(bound_kinds, module, kinds, load, encoded=encoded), search)
-    return bounded.describe(found)
+    bind = partial(bound_kinds, module, leave_unmeasured(calls), load)
+    bounded = bind()
+    found = _give_room(bind, bounded, search)
+    if not hands_over or not any(map(is_encoded, found.limits)):
+        return found
+    bind_wide = partial(bind, encoded=HIDDEN_STATES)
+    with suppress(ScalingError):
+        wide = _give_room(bind_wide, bind_wide(before=bounded), search)
+        return min(wide, found, key=_price)
+    return found
+
+
+def _price(scaling: Scaling) -> tuple[float, ...]:
+    """Return the cost of a scaling as a sort key; the lower one is preferred.
+
+    In order: FLOPs and modules in fp32, multiplies, values without a bound, and bits scaled down.
+    """
+    lowest = min((entry for pair in scaling.layers.values() for entry in pair), default=0)
+    rest = scaling.values - scaling.bounded
+    return (scaling.fp32_flops, len(scaling.fp32_modules), len(scaling.multiplies), rest, -lowest)
 
 
 def _give_room(
-    bind: Callable[..., BoundedCalls], search: Callable[[BoundedCalls], Scaling]
-) -> tuple[BoundedCalls, Scaling]:
-    """Prove bounds and search scale exponents; do both again with a larger error allowance for weights
-    stored small.
+    bind: Callable[..., BoundedCalls],
+    bounded: BoundedCalls,
+    search: Callable[[BoundedCalls], Scaling],
+) -> Scaling:
+    """Search scale exponents with bounds; do it again with a larger error allowance for weights stored
+    small.
 
     How small a weight is stored is known only with its exponent, which depends on the bounds. The second
     result is used if more of it is proven.
@@ -143,24 +167,22 @@ def _give_room(
     Args:
         bind: computes bounds; given names of parameters and earlier bounds, with the larger allowance for
             these.
+        bounded: bounds with the usual allowance.
         search: finds exponents with bounds.
     """
-    bounded = bind()
     found = search(bounded)
     low = [
         name
         for name, bits, _ in _list_stored(found, bounded.kinds)
         if name in found.uncertain and bits >= math.log2(LEAST_STORED_LOOSE)
     ]
-    if not low:
-        return bounded, found
-    try:
-        roomier = bind(low, bounded)
-        other = search(roomier)
-    except ScalingError:
-        return bounded, found
-    is_better = other.bounded > found.bounded and _is_as_narrow(other, found)
-    return (roomier, other) if is_better else (bounded, found)
+    if low:
+        with suppress(ScalingError):
+            roomier = bind(low, bounded)
+            other = search(roomier)
+            if other.bounded > found.bounded and _is_as_narrow(other, found):
+                return roomier.describe(other)
+    return bounded.describe(found)
 
 
 def _list_bounds(

@@ -16,8 +16,7 @@ import stopdown_verify
 from stopdown.errors import ScalingError
 from stopdown.mapped_weights import Load
 from stopdown.module_calls.call import ComponentCall, PlainCall
-from stopdown.module_calls.call_inputs import is_encoded, read_call_sizes
-from stopdown.scaling.bounds.input_limits import HIDDEN_STATES
+from stopdown.module_calls.call_inputs import read_call_sizes
 from stopdown.scaling.certificate_graphs import export_graphs
 from stopdown.scaling.exponents.problem import Statements
 from stopdown.scaling.graph.capture import Capture, sign_capture
@@ -114,11 +113,7 @@ class TracedCalls:
     def _certify(self, stream: ResidualStream | None, load: Load, hands_over: bool) -> Scaling:
         captured = self.capture(stream)
         find = functools.partial(find_scaling, stream=stream, whole=False, statements=Statements())
-        found = scale_unmeasured(self.module, captured, load, find)
-        if not hands_over or not any(map(is_encoded, found.limits)):
-            return found
-        wide = scale_unmeasured(self.module, captured, load, find, encoded=HIDDEN_STATES)
-        return wide if _price(wide) <= _price(found) else found
+        return scale_unmeasured(self.module, captured, load, find, hands_over=hands_over)
 
     def export(
         self,
@@ -130,13 +125,3 @@ class TracedCalls:
         """Write the calls as rules for the checker `stopdown_verify`, as `export_graphs` does."""
         captured = self.capture(scaling.stream)
         return export_graphs(self.module, scaling, captured, tensors, tied, load)
-
-
-def _price(scaling: Scaling) -> tuple[float, ...]:
-    """Return the cost of a scaling as a sort key; the lower one is preferred.
-
-    In order: FLOPs and modules in fp32, multiplies, values without a bound, and bits scaled down.
-    """
-    lowest = min((entry for pair in scaling.layers.values() for entry in pair), default=0)
-    rest = scaling.values - scaling.bounded
-    return (scaling.fp32_flops, len(scaling.fp32_modules), len(scaling.multiplies), rest, -lowest)
