@@ -124,9 +124,8 @@ def scale_unmeasured(
     """
 
     def search(bounded: BoundedCalls) -> Scaling:
-        first, later = (partial(find, postpones=True, doubts=x) for x in (False, True))
         return take_first(
-            _list_bounds(module, bounded, first, later),
+            _list_bounds(module, bounded, partial(find, postpones=True)),
             does=lambda found: not found.fp32_modules,
             price=lambda found: (found.fp32_flops, len(found.fp32_modules)),
         )
@@ -189,7 +188,6 @@ def _list_bounds(
     module: torch.nn.Module,
     bounded: BoundedCalls,
     find: Find,
-    find_tighter: Find | None = None,
 ) -> Iterator[Callable[[], Scaling]]:
     """Yield searches for exponents: with all proven bounds, then with fewer and fewer loose ones.
 
@@ -197,15 +195,13 @@ def _list_bounds(
 
     Args:
         find: finds exponents for calls.
-        find_tighter: finds them in all searches but the first; None for `find`.
     """
     before = None
     for bits in LOOSEST_BITS:
         calls = bounded.mix(bits)
         ranges = [call.ranges for call in calls]
         if ranges != before:  # else no bound is that loose
-            one = find if before is None else find_tighter or find
-            yield partial(_find_wide, one, module, calls)
+            yield partial(_find_wide, find, module, calls)
         before = ranges
 
 

@@ -179,7 +179,6 @@ def find_scaling(
     whole: bool = True,
     statements: Statements | None = None,
     postpones: bool = False,
-    doubts: bool = False,
 ) -> Scaling:
     """Find the cheapest scale exponents with which measured calls of a module run in fp16 without overflow.
 
@@ -190,7 +189,6 @@ def find_scaling(
         statements: cache of stated problems, for several searches that differ in ranges.
         postpones: postpone the search for fp32 modules if no exponents suffice without them, and leave
             out that for multiplies if values vanish with all that suffice, as the caller then refuses them.
-        doubts: ask first whether exponents suffice without fp32 modules, as they hardly will.
 
     Raises:
         PostponedError: if `postpones`, and no exponents suffice without fp32 modules.
@@ -198,18 +196,11 @@ def find_scaling(
     """
     statements = statements or Statements()
     relaxed = _RelaxedSearch(module, calls, stream, fp32_modules, whole, statements, postpones)
-    first, *others = (x for x in RELAXATIONS if fp32_modules or not x.fp32_flops)
-    if not postpones:
-        return relaxed.run([first, *others])
-    if not (doubts and relaxed.needs_fp32):
-        try:
-            return relaxed.run([first])
-        except ScalingError:
-            if not relaxed.needs_fp32:
-                return relaxed.run(others)
+    if not postpones or not relaxed.needs_fp32:
+        return relaxed.run(x for x in RELAXATIONS if fp32_modules or not x.fp32_flops)
     if relaxed.is_in_vain:
         raise explain_failure(relaxed.state(multiplies=True))
-    go_on = partial(relaxed.run, [x for x in others if x.fp32_flops])
+    go_on = partial(relaxed.run, [x for x in RELAXATIONS if x.fp32_flops])
     raise PostponedError(go_on, relaxed.may_need_less_than)
 
 
