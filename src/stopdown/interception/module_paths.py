@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +30,14 @@ def list_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
                 found[id(child)] = child
                 waiting.append(child)
     return list(found.values())
+
+
+def list_tensor_places(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the name, holding dict and key of each parameter and buffer; a tied one has several places."""
+    for path, part in module.named_modules():
+        for holder in (part._parameters, part._buffers):
+            for key in [key for key, tensor in holder.items() if tensor is not None]:
+                yield f"{path}.{key}".removeprefix("."), holder, key
 
 
 class ModulePaths:

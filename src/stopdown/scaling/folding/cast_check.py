@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from stopdown.errors import ScalingError
-from stopdown.fold_names import name_parameters
+from stopdown.interception.module_paths import list_tensor_places
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.interception.tracing import is_traced
 from stopdown.number_formats import name_dtype
@@ -38,14 +38,21 @@ class CastCheck(SameInCopies):
 
     def __init__(self, module: torch.nn.Module, needs: str) -> None:
         self.module, self.needs = module, needs
-        self._known: dict[int, dict[str, torch.dtype]] = {}
+        self._known: dict[int, list[tuple[str, dict[str, Any], str, torch.dtype]]] = {}
         self.accept()
 
     def accept(self) -> None:
         """Record the parameters' current dtypes as the right ones, after a cast that knows the
         rescaling.
         """
-        self._known = {id(part): _read_dtypes(part) for part in _find_entries(self.module)}
+        self._known = {
+            id(part): [
+                (name, holder, key, holder[key].dtype)
+                for name, holder, key in list_tensor_places(part)
+                if holder[key].is_floating_point() and not _is_empty(holder[key])
+            ]
+            for part in _find_entries(self.module)
+        }
 
     def put_on(self, patches: Patches) -> None:
         """Register the hook until `patches` is undone."""
@@ -53,14 +60,12 @@ class CastCheck(SameInCopies):
             patches.defer(part.register_forward_pre_hook(self).remove)
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        known = self._known.get(id(module))
-        if known is None or is_traced():
-            return
-        now = _read_dtypes(module)
-        changed = [name for name, dtype in now.items() if known.get(name, dtype) != dtype]
-        narrow = [name for name in changed if now[name] not in _WIDE]
-        if narrow:
-            self._refuse(narrow[0], known[narrow[0]], now[narrow[0]])
+        known = self._known.get(id(module), ())
+        for name, holder, key, before in known if not is_traced() else ():
+            now = holder.get(key)
+            if now is None or now.dtype == before or now.dtype in _WIDE or _is_empty(now):
+                continue
+            self._refuse(name, before, now.dtype)
 
     def _refuse(self, name: str, before: torch.dtype, after: torch.dtype) -> None:
         kind = type(self.module).__name__
@@ -91,12 +96,5 @@ def _find_entries(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield part
 
 
-def _read_dtypes(module: torch.nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtype of each floating parameter and buffer, by name; those without values are left
-    out.
-    """
-    return {
-        name: tensor.dtype
-        for name, tensor in name_parameters(module).items()
-        if tensor.is_floating_point() and not (tensor.is_meta or isinstance(tensor, FakeTensor))
-    }
+def _is_empty(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)

@@ -17,6 +17,7 @@ import torch
 
 from stopdown.errors import ScalingError
 from stopdown.fold_names import split_fold_name
+from stopdown.interception.module_paths import list_tensor_places
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.adapter_layers import unwrap_name
 from stopdown.module_calls.outermost_calls import is_in_training, is_plain
@@ -47,7 +48,8 @@ class FoldedWeights:
     def note(self) -> None:
         """Record the module's present weights, and its fp32 tensors, as those that must not change."""
         self._weights = list(_list_weights(self._module, self._scaling))
-        self._wide = list(_list_wide(self._module)) if self._casts else []
+        places = list_tensor_places(self._module) if self._casts else ()
+        self._wide = [x for x in places if x[1][x[2]].dtype == torch.float32]
         self._refused.clear()
 
     @property
@@ -135,24 +137,13 @@ class _Weight:
         return True
 
 
-def _list_wide(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the name, holding dict and key of each fp32 parameter and buffer of a module."""
-    for path, part in module.named_modules():
-        for holder in (part._parameters, part._buffers):
-            for key, tensor in holder.items():
-                if tensor is not None and tensor.dtype == torch.float32:
-                    yield f"{path}.{key}".removeprefix("."), holder, key
-
-
 def _list_weights(module: torch.nn.Module, scaling: Scaling) -> Iterator[_Weight]:
     names = {split_fold_name(name)[0] for name in scaling.exponents}
-    for path, part in module.named_modules():
-        for holder in (part._parameters, part._buffers):
-            for key, tensor in holder.items():
-                name = unwrap_name(f"{path}.{key}".removeprefix("."))
-                if name in names and tensor is not None:
-                    sample = _sample(tensor) if has_values(tensor) else None
-                    yield _Weight(name, holder, key, tensor, count_writes(tensor), sample)
+    for full, holder, key in list_tensor_places(module):
+        if (name := unwrap_name(full)) in names:
+            tensor = holder[key]
+            sample = _sample(tensor) if has_values(tensor) else None
+            yield _Weight(name, holder, key, tensor, count_writes(tensor), sample)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
