@@ -29,7 +29,7 @@ from stopdown.interception.arguments import (
     replace_tensors,
 )
 from stopdown.interception.autocast import without_autocast
-from stopdown.interception.randomness import Restore, save_random
+from stopdown.interception.randomness import Restore, find_weights_device, save_random
 from stopdown.module_calls.callee import DIFFUSERS_KEEPS, Callee
 from stopdown.module_calls.kept_state import list_containers
 from stopdown.module_calls.outermost_calls import is_plain
@@ -211,8 +211,8 @@ class ComponentCall:
         Returns:
             Functions that restore them.
         """
-        here = next((x.device for x in module.parameters()), torch.device("cpu"))
-        return save_random(device or here, self.kwargs), save_caches(module)
+        device = device or find_weights_device(module)
+        return save_random(device, self.kwargs), save_caches(module)
 
 
 @contextlib.contextmanager

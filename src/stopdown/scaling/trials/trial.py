@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 from stopdown.errors import ScalingError, TrialError, take_first_line
 from stopdown.interception.autocast import watched_autocast
 from stopdown.interception.patches import Patches
+from stopdown.interception.randomness import find_weights_device
 from stopdown.module_calls.call import PlainCall, is_mask
 from stopdown.module_calls.call_inputs import name_inputs
 from stopdown.module_calls.kept_state import KeptState, describe_kept, run_call
@@ -219,8 +220,7 @@ def _measure_bf16(module: torch.nn.Module, run: Run) -> float | None:
 
 
 def _may_run(module: torch.nn.Module, run: Run) -> bool:
-    weight = next(module.parameters(), None)
-    is_cpu = weight is None or weight.device.type == "cpu"
+    is_cpu = find_weights_device(module).type == "cpu"
     return not is_cpu or run.flops <= MOST_FLOPS_ON_CPU
 
 
