@@ -663,7 +663,8 @@ def devices() -> str:
     """The devices that `--device` knows, by their titles."""
     files = sorted((KNOWLEDGE / "devices").glob("*.toml"))
     known = [tomllib.loads(file.read_text(encoding="utf-8")) for file in files]
-    return ", ".join(f"{entry['title']} (`{entry['name']}`)" for entry in known)
+    rows = [f"| `{entry['name']}` | {entry['title']} |" for entry in known]
+    return "\n".join(["| `--device` | device |", "|---|---|", *rows])
 
 
 @_figure

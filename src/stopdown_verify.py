@@ -217,8 +217,8 @@ STORAGE = {  # dtypes of safetensors files; every other one is refused
 }  # fmt: skip
 LOADABLE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")  # what a loader may take
 ASSUMED = (
-    "the graphs are what the model computes, up to the shapes that are named",
-    "IEEE 754 with subnormal numbers; sums, norms and softmax in fp32 or wider where nothing else is said",
+    "the model computes what the graphs say, for inputs up to the shapes listed",
+    "IEEE 754 with subnormal numbers; sums, norms and softmax in fp32 or wider unless stated otherwise",
     "no mask hides a whole row",
 )
 
@@ -1630,7 +1630,8 @@ def describe_times(n: Node) -> str:
     """Describe in words the timesteps that a certificate covers; refuse a list that leaves gaps."""
     first, last, count = Fraction(n["first"]), Fraction(n["last"]), n["count"]
     name, ends = n["name"], f"from {show(n['first'])} to {show(n['last'])}"
-    alike = f", the same at all {math.prod(n['shape'])} places" if math.prod(n["shape"]) > 1 else ""
+    size = math.prod(n["shape"])
+    alike = f", with one value for all {size} elements" if size > 1 else ""
     if first == last and count == 1 and not n["radius"]:
         return f"{name} is {show(n['first'])}{alike}"
     if not n["radius"] and first.denominator == 1 and last - first == count - 1:
@@ -1667,6 +1668,7 @@ def list_assumed(stated: Node) -> list[str]:
     for graph in stated["graphs"]:
         method = name_method(graph)
         made += [f"{method}{words}" for n in graph["nodes"] for words in describe_assumed(n)]
+        made += [f"{method}{words}" for words in describe_unbounded(graph["nodes"])]
         made += [f"{method}2^{e} is taken off the output {x}" for x, e in graph["outputs"] if e]
     made += [f"{path} runs in fp32" for path in stated["fp32_modules"]]
     made += [f"{name} is held in fp32" for name, x in stated["weights"].items() if x["wide"]]
@@ -1679,8 +1681,15 @@ def describe_assumed(n: Node) -> Iterator[str]:
         yield f"the values of {n['name']}"
     elif rule == "unknown" and n["alike"]:
         yield f"{n['id']} ({n['function']}) is scaled as its inputs are"
-    if n["bound"] is None and n["dtype"] != "fp16":
-        yield f"{n['id']} is finite (it has no bound in {n['dtype']})"
+
+
+def describe_unbounded(nodes: Sequence[Node]) -> Iterator[str]:
+    """Describe the values that are assumed to be finite, in a line for each dtype."""
+    free = [(n["dtype"], n["id"]) for n in nodes if n["bound"] is None and n["dtype"] != "fp16"]
+    for dtype in dict.fromkeys(dtype for dtype, _ in free):
+        names = [name for other, name in free if other == dtype]
+        are, have = ("are", "they have") if len(names) > 1 else ("is", "it has")
+        yield f"{', '.join(names)} {are} finite ({have} no bound in {dtype})"
 
 
 def list_saturated(stated: Node) -> list[str]:
@@ -1753,8 +1762,8 @@ def write_lines(found: dict[str, Any]) -> list[str]:
         lines += [f"  for inputs: {words}" for words in x["inputs"]]
         lines += [f"  assumed: {words}" for words in x["assumed"]]
     lines += [f"{name}: not covered ({why})" for name, why in found["left"].items()]
-    lines += [f"assumed of all: {words}" for words in found["assumed"]]
-    return lines + ([f"seal of its plan: {found['plan']}"] if found["plan"] else [])
+    lines += [f"assumed throughout: {words}" for words in found["assumed"]]
+    return lines + ([f"seal of the plan: {found['plan']}"] if found["plan"] else [])
 
 
 def check_certificate(certificate: Node, folder: Path) -> list[str]:

@@ -33,7 +33,7 @@ def test_convert_prints_a_summary(run: Any, plain_plan: tuple[Path, Path], here:
         "text_encoder",
         "unet",
         "vae",
-        "not proven to stay in range, and without Stopdown nothing watches",
+        "stay in range. Without Stopdown, nothing watches",
     ):
         assert text in " ".join(out.split())
     assert 'from_pretrained("out", dtype=torch.float16)\n' in out

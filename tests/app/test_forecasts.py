@@ -86,11 +86,11 @@ def show(made: MemoryForecast, *, verbose: bool = False) -> str:
 @pytest.mark.thorough
 def test_fit_compares_precisions(made: MemoryForecast) -> None:
     """On a V100 the table has fp16 and fp32 in every strategy, fp32 larger and slower in each."""
-    assert (made.precision, made.flag) == ("rescaled fp16", "auto")
+    assert (made.precision, made.flag) == ("fp16 with a plan", "auto")
     sizes = {(row.precision, row.strategy): row for row in made.rows}
     for (precision, strategy), row in sizes.items():
         if precision == "fp32":
-            narrow = sizes["rescaled fp16", strategy]
+            narrow = sizes["fp16 with a plan", strategy]
             assert row.peak_bytes > 1.5 * narrow.peak_bytes
             assert row.time_ratio is not None
             assert narrow.time_ratio is not None
@@ -103,8 +103,8 @@ def test_the_table_is_shown_on_request(made: MemoryForecast) -> None:
     """Each precision has its heading, what is not measured says so, and the command is the second line."""
     text = show(made, verbose=True)
     assert text.startswith("Yes, it fits: ")
-    assert "rescaled fp16: 11 significant bits, error not measured." in text
-    assert "fp32: 24 significant bits, error not measured." in text
+    assert "fp16 with a plan: 11 significant bits." in text
+    assert "fp32: 24 significant bits." in text
     assert f"→ stopdown generate {made.source} PROMPT --memory 1MiB" in text
 
 
@@ -116,10 +116,10 @@ def test_the_first_line_is_the_answer(folder: Path) -> None:
     assert answer.startswith(
         f"Yes, it fits: {row.peak_bytes / 2**10:.0f} KiB of 1.0 MiB on the device, with all weights on it,"
     )
-    assert answer.endswith(", about 1 s per run")
+    assert answer.endswith(", about 1 s per run.")
     assert command == f"→ stopdown generate {folder} PROMPT --memory 1MiB --steps 4"
     assert more == "Add -v to see the other strategies."
-    assert list(made.bits) == ["rescaled fp16"]
+    assert list(made.bits) == ["fp16 with a plan"]
 
 
 @pytest.mark.thorough
@@ -197,7 +197,7 @@ def test_what_does_not_fit_names_the_nearest_that_does(folder: Path) -> None:
     assert made.reduced is not None
     assert len(made.bits) > 1
     assert made.answer.startswith(
-        "No, it does not fit. The smallest strategy, block + tiling in rescaled fp16, needs "
+        "No, it does not fit. The smallest strategy, block + tiling in fp16 with a plan, needs "
     )
     assert made.answer.endswith(f" The nearest size that fits is {made.reduced.made}.")
     height, width = made.reduced.made.split("x")

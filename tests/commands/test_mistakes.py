@@ -160,7 +160,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("run", 2, "Name a SCRIPT, or a module with -m."),
     ("run -m no.such", 2, "There is no module no.such. .*, or a file: stopdown run SCRIPT"),
     ("run nowhere.py", 2, "There is no script nowhere.py. .*, or a module: stopdown run -m MODULE"),
-    ("report none.html", 2, "none.html .* for report.html report.html.json."),
+    ("report none.html", 2, "none.html .* report.html.json for report.html."),
     ("report bad.json", 2, "bad.json holds a record of the kind None, which has no report."),
     # explain
     ("explain empty", 2, "The folder empty holds no frames. .* Name a log, a picture or a video."),

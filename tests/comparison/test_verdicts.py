@@ -153,7 +153,8 @@ def test_too_few_prompts_compare_no_times() -> None:
         assert best == "bf16"
         assert headline.startswith(verdict)
         assert headline.endswith(
-            " Use bf16 on cpu, whose weights are the smallest; 3 prompts would show which is fastest."
+            " Use bf16 on cpu. Its weights are the smallest. To find out which is fastest, compare at "
+            "least 3 prompts."
         )
     alone = [v for v in variants if v.name == "fp32"]
     assert recommend(alone, "cpu", prompts=1) == ("fp32", "Use fp32 on cpu.")

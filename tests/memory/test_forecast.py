@@ -210,7 +210,9 @@ def test_the_speed_of_this_machine_is_timed(monkeypatch: pytest.MonkeyPatch) -> 
     found = measure_speed(choose_device("cpu"), {"fp32"})
     assert found.flops_per_s > 0
     assert found.link_bytes_per_s > 0
-    assert re.fullmatch(r"\S+ TFLOPS in fp32 and \S+ GB/s, measured here\.", found.reason)
+    assert re.fullmatch(
+        r"\S+ TFLOPS in fp32 and weights at \S+ GB/s, measured here\.", found.reason
+    )
 
 
 def test_a_busy_machine_gives_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,7 +217,7 @@ def test_an_error_of_dtypes_is_repaired(run: Run, capsys: Any) -> None:
     assert not record.unrepaired
     assert len(said) == 1
     assert '"mat1 and mat2 must have the same dtype, but got Float and Half".' in said[0]
-    assert "time_embed.0 got another dtype than its weight has." in said[0]
+    assert "time_embed.0 got an input whose dtype differs from that of its weight." in said[0]
     assert capsys.readouterr().out == "torch.float16\n"
 
 

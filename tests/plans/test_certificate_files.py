@@ -111,7 +111,7 @@ def test_certificate_of_a_block_is_proven_and_shown_by_the_command(net, tmp_path
         "Proven: none of 12 fp16 values and weights exceeds 65504, for the inputs below.",
         "net: 12 of 12 fp16 values and weights stay below 65504",
         "  for inputs: x up to 64, of shape 2 x 5 x 8",
-        *(f"assumed of all: {words}" for words in stopdown_verify.ASSUMED),
+        *(f"assumed throughout: {words}" for words in stopdown_verify.ASSUMED),
     ]
     certificate["components"][0]["graphs"][0]["nodes"][-1]["bound"][1] -= 1
     path.write_text(json.dumps(certificate))

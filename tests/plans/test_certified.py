@@ -320,5 +320,5 @@ def test_fp16_is_safe_and_fp16_plain_is_not(save_tiny: Any, run: Any, tmp_path: 
     assert made["fp16-plain"]["repairs"]
     reasons = {decision["component"]: decision["reasons"][0] for decision in safe["decisions"]}
     assert reasons["transformer"].startswith(
-        "fp16 with an automatic plan, because you asked for fp16: proven not to overflow, "
+        "fp16 with an automatic plan, because you asked for fp16: proven not to overflow; "
     )

@@ -148,13 +148,27 @@ def test_a_cached_plan_that_was_edited_is_made_again(
     assert path.is_relative_to(environment.cache_folder())
 
 
+def test_a_cached_plan_with_a_field_that_is_gone_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its seal fits the file but not what would be written of it, which compare refused as edited."""
+    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
+    path = files.write_cached_plan(PLAN)
+    content = {**json.loads(path.read_text()), "seal": ""}
+    content["components"][0]["gone"] = None
+    content["seal"] = files._compute_seal(json.dumps(content))
+    path.write_text(json.dumps(content))
+    assert files.read_plan(path).fingerprint == PLAN.fingerprint
+    assert files.read_cached_plan(PLAN.fingerprint) is None
+
+
 def test_a_decision_says_what_the_plan_did() -> None:
     """The proof and the headroom in one sentence; each direction has its own."""
     facts = [ComponentFacts("transformer", ("transformer",), {"bf16": 10})]
     (decision,) = planned_loader.describe_calls(
         dataclasses.replace(PLAN, chosen="plan.json"), facts
     )
-    assert decision.reason == ("fp16 with plan.json: measured in 4 calls, 3.2 bits of headroom.")
+    assert decision.reason == ("fp16 with plan.json: measured in 4 calls; 3.2 bits of headroom.")
     assert decision.stored == "bf16"
 
 

@@ -39,7 +39,7 @@ WIDE = Plan("", precision="fp32", chosen="fp32", components=(ComponentPlan("unet
 NARROW = Plan(
     "",
     precision="plan.json",
-    chosen="rescaled fp16",
+    chosen="fp16 with a plan",
     components=(ComponentPlan("unet", precision="fp16", scaling=Scaling()),),
 )
 
@@ -62,7 +62,7 @@ def make_plan(*entries: ComponentPlan) -> Plan:
 def test_a_card_without_bf16_compares_rescaled_and_fp32() -> None:
     """What is stored in bf16 is rescaled first there; fp32 is compared with it."""
     ways = list_ways(FACTS, TURING, "auto")
-    assert [way.chosen for way in ways] == ["rescaled fp16", "fp32"]
+    assert [way.chosen for way in ways] == ["fp16 with a plan", "fp32"]
     assert [count_significant_bits(way) for way in ways] == [11, 24]
 
 
@@ -83,7 +83,7 @@ def test_an_autoencoder_in_two_precisions_counts_as_the_wider(text: str) -> None
 
 def test_a_precision_that_is_named_is_alone() -> None:
     """fp16 and fp32 are predicted by themselves, a plan beside fp32."""
-    assert [way.chosen for way in list_ways(FACTS, TURING, "fp16")] == ["rescaled fp16"]
+    assert [way.chosen for way in list_ways(FACTS, TURING, "fp16")] == ["fp16 with a plan"]
     assert [way.chosen for way in list_ways(FACTS, TURING, "fp32")] == ["fp32"]
     plan = make_plan(make_entry(scaling=Scaling(fp32_modules=("mid_block",), fp32_flops=0.25)))
     named = list_ways(FACTS, TURING, "p.json", plan)
@@ -116,7 +116,7 @@ def test_times_are_ratios_to_the_first_way() -> None:
     sizes = (Strategy(), 100)
     rows = list_rows([budget(NARROW, 8e9, sizes), budget(WIDE, 1e9, sizes)])
     assert [(row.precision, row.time_ratio) for row in rows] == [
-        ("rescaled fp16", 1.0),
+        ("fp16 with a plan", 1.0),
         ("fp32", 8.0),
     ]
 

@@ -83,7 +83,7 @@ def test_a_component_cast_by_a_script_is_repaired() -> None:
     assert (repair.action, repair.kind) == ("cast-inputs", "dtypes")
     assert repair.module_path == "vae.decode:post_quant_conv"
     (text,) = told
-    assert "post_quant_conv got another dtype than its weight has" in text
+    assert "post_quant_conv got an input whose dtype differs from that of its weight" in text
     with pytest.raises(RuntimeError, match=REFUSED):
         draw(pipe)
 

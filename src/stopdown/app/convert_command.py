@@ -222,7 +222,7 @@ def _describe_safety(made: Conversion) -> str:
         return "proven not to overflow in fp16."
     counts = (f"{x.unproven} of {x.values} activations in " if x.values else "" for x in left)
     said = ", ".join(f"{count}{x.component}" for count, x in zip(counts, left, strict=True))
-    return f"{said} not proven to stay in range, and without Stopdown nothing watches them."
+    return f"no proof that {said} stay in range. Without Stopdown, nothing watches them."
 
 
 def _shorten(value: object) -> str:

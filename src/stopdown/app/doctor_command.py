@@ -124,7 +124,7 @@ def word_ratio(ratio: float | None) -> str:
     if 0.95 < ratio < 1.05:
         return "as fast as fp32"
     if ratio > 1:
-        return f"{format_figure(ratio)}× slower than fp32"
+        return f"takes {format_figure(ratio)} times as long as fp32"
     return f"{format_figure(1 / ratio)}× faster than fp32"
 
 
@@ -149,18 +149,17 @@ def _print_fits(device: DeviceHealth, console: Console) -> None:
 
 
 def _print_outlook(device: DeviceHealth, console: Console) -> None:
-    """Print the precisions that `auto` would choose; components with the same reason share a line."""
+    """Print the precisions that `auto` would choose: each reason once, with the components it holds for."""
     from stopdown.app.progress import print_prose
 
     console.print("\nWhat --precision auto would choose", style="bold")
-    told = ((x.component, (x.model, x.precision, x.reason)) for x in device.outlooks)
-    model = ""
-    for components, (name, precision, reason) in group_components(told):
-        if name != model:
-            console.print(f"  {name}")
-            model = name
-        console.print(f"    {components}: {precision}")
-        print_prose(console, f"      {reason}")
+    told: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for x in device.outlooks:
+        told.setdefault((x.precision, x.reason), []).append((x.component, x.model))
+    for (precision, reason), named in told.items():
+        print_prose(console, f"  {precision}: {reason}")
+        for components, model in group_components(named):
+            console.print(f"    {model}: {components}", soft_wrap=True)
 
 
 def _print_switches(health: MachineHealth, console: Console) -> None:

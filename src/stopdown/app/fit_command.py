@@ -127,7 +127,7 @@ def print_fit(made: MemoryForecast, console: Console, *, verbose: bool = False) 
     """Print the answer; with `verbose` also a table of strategies for each precision, and the reasons."""
     console.print(made.answer, soft_wrap=True)
     if made.command:
-        if made.precision == "rescaled fp16" and made.flag != "auto":
+        if made.precision == "fp16 with a plan" and made.flag != "auto":
             plan = f"stopdown plan {made.source} -o {made.flag}"
             console.print(f"Make its plan: {plan}", soft_wrap=True)
         console.print(f"→ {made.command}", soft_wrap=True)
@@ -145,13 +145,13 @@ def _print_tables(plan: MemoryForecast, console: Console) -> None:
         shown = list_worthwhile(rows, plan.chosen if name == plan.precision else "")
         remark = plan.remarks.get(name, "")
         console.print(
-            f"\n{name}: {bits} significant bits, error not measured. {remark}".rstrip(),
+            f"\n{name}: {bits} significant bits. {remark}".rstrip(),
             soft_wrap=True,
         )
         _print_rows(shown, plan, console)
     console.print(
-        "\nStrategies that take longer without saving memory are not shown; --json shows all. To measure "
-        f"errors: stopdown compare {plan.source}",
+        "\nStrategies that take longer without saving memory are not shown; --json shows all. Errors "
+        f"are not predicted. To measure them: stopdown compare {plan.source}",
         soft_wrap=True,
     )
     for reason in plan.reasons:

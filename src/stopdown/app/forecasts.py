@@ -161,8 +161,8 @@ def _answer(
     steps = made.request["steps"] or 1
     if from_disk and prediction.moved_bytes > 2 * prediction.stored_bytes:
         read = format_bytes(prediction.moved_bytes // steps)
-        return f"It fits only from disk, about {read} read at every step: {', '.join(parts)}"
-    return f"Yes, it fits: {', '.join(parts)}"
+        return f"It fits only from disk, about {read} read at every step: {', '.join(parts)}."
+    return f"Yes, it fits: {', '.join(parts)}."
 
 
 def _refuse(made: MemoryForecast, tried: Sequence[Fit]) -> str:

@@ -165,12 +165,13 @@ def describe_proof(made: Plan) -> str:
     rest = [x for x in planned if not x.in_force.certified]
     headroom = min((x.in_force.headroom_bits or 0.0 for x in planned), default=0.0)
     parts = [f"Proven not to overflow in fp16: {', '.join(proven)}"] if proven else []
-    for one in rest:
-        left = one.in_force.values - one.in_force.bounded
-        parts.append(
-            f"Partly proven: {one.component}, where {left} of {one.in_force.values} activations are "
-            "estimated, and watched at run time"
-        )
+    if rest:
+        left = [
+            f"{x.component} ({x.in_force.values - x.in_force.bounded} of {x.in_force.values} activations)"
+            for x in rest
+        ]
+        parts.append(f"Estimated, and watched at run time: {', '.join(left)}")
     others = [f"{x.component} ({x.precision})" for x in made.components if x not in planned]
     parts += [f"Not in fp16: {', '.join(others)}"] if others else []
-    return f"{'. '.join(parts)} ({headroom:.1f} bits of headroom)."
+    parts.append(f"Least headroom: {headroom:.1f} bits")
+    return f"{'. '.join(parts)}."

@@ -194,8 +194,8 @@ def recommend(
             is recommended, since a single time is no comparison.
 
     Returns:
-        The precision, or None; and two sentences: which precisions give the same pictures as the
-        reference, and which one to use.
+        The precision, or None; and sentences: which precisions give the same pictures as the
+        reference, which one to use, and why.
     """
     usable = [v for v in variants if v.verdict in ("same", "reference")]
     if not usable:
@@ -206,7 +206,8 @@ def recommend(
     if prompts < FEWEST_TIMED:
         best = min(usable, key=lambda v: v.weights_bytes)
         why = (
-            f", whose weights are the smallest; {FEWEST_TIMED} prompts would show which is fastest"
+            ". Its weights are the smallest. To find out which is fastest, compare at least "
+            f"{FEWEST_TIMED} prompts"
         )
     else:
         best = min(usable, key=lambda v: v.time_ratios.get("all", float("inf")))

@@ -253,11 +253,15 @@ def keep_plan(plan: Plan) -> None:
 
 
 def read_cached_plan(fingerprint: str) -> Plan | None:
-    """Read the cached plan of a checkpoint; return None if there is no valid one."""
+    """Read the cached plan of a checkpoint; return None if there is no valid one.
+
+    A plan with a field that this version no longer has isn't valid: written again, its seal wouldn't fit.
+    """
     try:
-        return read_plan(find_cached_path(fingerprint))
+        plan = read_plan(find_cached_path(fingerprint))
     except PlanError:
         return None
+    return plan if seal_plan(plan).seal == plan.seal else None
 
 
 LARGEST_EXPONENT = 252

@@ -227,7 +227,7 @@ def describe_entry(entry: ComponentPlan, name: str) -> str:
         parts.append(
             f"an error of {format_figure(100 * scaling.trial.rel_err)} % against fp32 when it was tried"
         )
-    return f"fp16 with {name}: {', '.join(parts)}."
+    return f"fp16 with {name}: {'; '.join(parts)}."
 
 
 def _share_weights(decision: ComponentPlan, widest: str) -> ComponentPlan:

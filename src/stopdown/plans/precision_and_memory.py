@@ -70,7 +70,7 @@ def list_ways(
         "Its exponents come from a certificate of its weights, with the residual stream in fp32, because "
         f"{why if flag == 'auto' else 'you asked for fp16'}."
     )
-    rescaled = _make_plan("rescaled fp16", flag, dict.fromkeys(names, "fp16"), Scaling(), reason)
+    rescaled = _make_plan("fp16 with a plan", flag, dict.fromkeys(names, "fp16"), Scaling(), reason)
     if request.get("") == "fp16":
         return [rescaled]
     decided = decide(list(facts), supports, asked)

@@ -84,7 +84,7 @@ class MemoryRow(Displayed):
         stored_bytes: bytes of weights offloaded to host memory or disk.
         time_ratio: estimated time relative to a run with all weights resident; None if the device's speed
             is unknown.
-        precision: such as `rescaled fp16`, `fp16 with fp32 modules` or `fp32`.
+        precision: such as `fp16 with a plan`, `fp16 with fp32 modules` or `fp32`.
         reserved_bytes: memory that the device's caching allocator reserves; 0 if it reserves none.
     """
 

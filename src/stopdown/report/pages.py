@@ -50,7 +50,7 @@ def read_any(path: Path) -> Comparison | RunRecord:
         raise InputError(
             f"The file {path} is not a record of Stopdown: {error}.",
             expected="generate and compare write a JSON record next to their output.",
-            remedy="Give the record: for video.mp4 it is video.mp4.json, for report.html report.html.json.",
+            remedy="Give the record: video.mp4.json for video.mp4, report.html.json for report.html.",
         ) from error
     kind = raw.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:

@@ -168,9 +168,10 @@ def _describe(fault: Fault, error: Exception, operands: Operands, elapsed_s: flo
         step=fault.step,
         evidence=f'`{fault.component}` stopped{fault.place}: "{take_first_line(error)}".',
         action="cast-inputs",
-        reason=f"{paths[0]} got another dtype than its weight has."
+        reason=f"{paths[0]} got an input whose dtype differs from that of its weight."
         if is_one
-        else f"{len(paths)} layers got another dtype than their weights have, the first is {paths[0]}.",
+        else f"{len(paths)} layers got inputs whose dtype differs from that of their weights. The first is "
+        f"{paths[0]}.",
         replays=1,
         elapsed_s=elapsed_s,
     )
