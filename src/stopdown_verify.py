@@ -1631,7 +1631,7 @@ def describe_times(n: Node) -> str:
     first, last, count = Fraction(n["first"]), Fraction(n["last"]), n["count"]
     name, ends = n["name"], f"from {show(n['first'])} to {show(n['last'])}"
     size = math.prod(n["shape"])
-    alike = f", with one value for all {size} elements" if size > 1 else ""
+    alike = f", one value for its {size} elements" if size > 1 else ""
     if first == last and count == 1 and not n["radius"]:
         return f"{name} is {show(n['first'])}{alike}"
     if not n["radius"] and first.denominator == 1 and last - first == count - 1:
@@ -1756,7 +1756,9 @@ def write_lines(found: dict[str, Any]) -> list[str]:
         covered = f"{x['covered']} of {x['values']} fp16 values and weights stay below 65504"
         others = ", as long as the others do" if x["not_covered"] else ""
         lines.append(f"{x['component']}: {covered}{others}")
-        lines += [f"  not covered: {', '.join(x['not_covered'])}"] * bool(x["not_covered"])
+        if x["not_covered"]:
+            lines.append(f"  not covered: {', '.join(x['not_covered'])}")
+            lines.append(f"  to see why: --explain {x['component']}:{x['not_covered'][0]}")
         lines += [f"  beyond 65504 before a saturating function: {y}" for y in x["saturated"]]
         lines += [f"  no graph reads {name}" for name in x["unread"]]
         lines += [f"  for inputs: {words}" for words in x["inputs"]]

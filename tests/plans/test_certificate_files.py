@@ -125,12 +125,12 @@ def test_value_that_can_overflow_is_listed_and_may_not_be_left_out(tmp_path):
     certificate = make_net(tmp_path, 1000.0)
     stated = certificate["components"][0]
     assert "0:m" in stated["uncovered"]
-    (line,) = [
-        x
-        for x in stopdown_verify.check_certificate(certificate, tmp_path)
-        if x.startswith("  not covered: ")
-    ]
-    assert "0:m" in line.partition(": ")[2].split(", ")
+    lines = stopdown_verify.check_certificate(certificate, tmp_path)
+    (line,) = [x for x in lines if x.startswith("  not covered: ")]
+    names = line.partition(": ")[2].split(", ")
+    assert "0:m" in names
+    assert f"  to see why: --explain net:{names[0]}" in lines
+    assert stopdown_verify.explain_value(certificate, f"net:{names[0]}")
     stated["uncovered"].remove("0:m")
     with pytest.raises(stopdown_verify.Refused, match="list of uncovered values is not complete"):
         stopdown_verify.check_certificate(certificate, tmp_path)

@@ -281,8 +281,8 @@ def explain_faults(path: Path, faults: Iterable[FrameFault | SoundFault]) -> Dia
             fault=NONE,
             meaning=f"no fault that {noun} can show",
             title=f"No fault found in {make_printable(path.name)}.",
-            why=f"It isn't {kinds}. The {noun} alone can't show whether it matches the prompt, or how "
-            "close it is to fp32.",
+            why=f"The result isn't {kinds}. The {noun} alone can't show whether it matches the prompt, or "
+            "how close it is to fp32.",
             remedy=(f"Compare it with the same seed in fp32: {_COMPARE}",),
             run_next=(_COMPARE,),
         )
