@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+
+from stopdown.app.convert_command import print_conversion
+from stopdown.records import Conversion, ConvertedComponent
 
 SaveTiny = Callable[..., Path]
 
@@ -20,6 +26,22 @@ def plain_plan(save_tiny: SaveTiny, here: Path) -> tuple[Path, Path]:
 
     folder = save_tiny("sd")
     return folder, write_plan(plan_plainly("sd", folder), here / "plan.json")
+
+
+def test_the_summary_says_which_components_need_stopdown() -> None:
+    """The code that loads the copy imports Stopdown, and the line under the table says what for."""
+    console = Console(width=100, record=True, file=io.StringIO())
+    parts = (
+        ConvertedComponent("transformer", "as stored, with its plan"),
+        ConvertedComponent("vae", "fp16", values=4),
+    )
+    made = Conversion("model", "out", "", components=parts, load="import stopdown; load()")
+    print_conversion(made, console)
+    said = console.export_text()
+    assert "which Stopdown applies while loading: transformer.\n" in said
+    console = Console(width=100, record=True, file=io.StringIO())
+    print_conversion(dataclasses.replace(made, components=parts[1:]), console)
+    assert "Stopdown applies" not in console.export_text()
 
 
 @pytest.mark.thorough

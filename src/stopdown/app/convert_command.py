@@ -204,6 +204,10 @@ def print_conversion(made: Conversion, console: Console, *, is_whole: bool = Fal
     for entry in made.components:
         table.add_row(*_describe_row(entry))
     console.print(table)
+    carried = [x.component for x in made.components if x.precision.endswith("with its plan")]
+    if carried:
+        line = f"\nThe config carries the plan, which Stopdown applies while loading: {', '.join(carried)}."
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
     for entry in made.components if is_whole else ():
         reasons = " ".join(entry.reasons)
         console.print(Text.assemble((f"\n{entry.component}", "bold"), f": {reasons}"))
