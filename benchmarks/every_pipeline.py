@@ -33,7 +33,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -943,6 +943,10 @@ def _draw_summary(rows: dict[str, Any]) -> list[str]:
         f"stops in {len(overflows)} of them, of which {count_right(overflows)} are right here. It runs in "
         f"{len(runs)}, without an overflow: {count_right(runs)} of those are right.",
         "",
+        f"What those that overflow and are right ran in: {count_formats(ran[x] for x in overflows)}. "
+        "Bounds of a tiny model that was scaled up at random are looser than a real one's: none of the "
+        "[checkpoints of full size](full_size_runs.md) needs a component in fp32.",
+        "",
     ]
     never = [name for name in runs if not ran[name]["overflow"]]
     less = [name for name in runs if ran[name]["overflow"]]
@@ -959,6 +963,13 @@ def _draw_summary(rows: dict[str, Any]) -> list[str]:
     return lines + [
         y for x, names in groups.items() if names for y in (f"{x}: {', '.join(names)}.", "")
     ]
+
+
+def count_formats(rows: Iterable[dict[str, Any]]) -> str:
+    """Count the right rows that ran in fp16 alone, with some components in fp32, and in fp32 alone."""
+    ran = Counter(tuple(x["auto"]["precisions"]) for x in rows if x["outcome"] == "right")
+    words = {("fp16",): "fp16 alone", ("fp16", "fp32"): "fp16 and fp32", ("fp32",): "fp32 alone"}
+    return ", ".join(f"{ran[x]} in {text}" for x, text in words.items() if ran[x])
 
 
 def _draw_classes(stored: dict[str, Any]) -> list[str]:
