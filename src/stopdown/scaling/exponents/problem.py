@@ -255,11 +255,15 @@ def state_problem(
     return problem
 
 
-def forbid_vanishing(problem: Problem) -> Problem:
+def forbid_vanishing(problem: Problem, calls: Sequence[MeasuredCall]) -> Problem:
     """Return the problem with the limit that no parameter and no layer's values vanish in fp16.
 
     `find_visible` refuses every solution that breaks it.
+
+    Args:
+        calls: those that the problem was stated for.
     """
+    sizes = measure_layers(calls)
     largest: dict[tuple[int, str], float] = {}
     parameters = [x for x in problem.limits if x.weight]
     for x in parameters:
@@ -269,10 +273,33 @@ def forbid_vanishing(problem: Problem) -> Problem:
         for x in parameters
         if largest[x.source[:2]] > 0
     ]
-    for ends in problem.facts.layers.values():
+    for path, ends in problem.facts.layers.items():
         if len({(problem.system.find(x), problem.system.find(y)) for x, y in ends}) == 1:
-            floors += [(unknown, VANISHING_BITS, ()) for unknown in ends[0]]
+            floors += [
+                (unknown, VANISHING_BITS - log2_of(size), ())
+                for unknown, size in zip(ends[0], sizes[split_fold_name(path)[0]], strict=True)
+            ]
     return replace(problem, floors=[*problem.floors, *floors])
+
+
+def measure_layers(calls: Sequence[MeasuredCall]) -> dict[str, tuple[float, float]]:
+    """Return the typical sizes of the input and output of each linear and convolution, by its path.
+
+    They are root mean squares, the smallest of all calls, and at least 1.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    for call in calls:
+        for node in call.capture.graph.graph.nodes:
+            if is_kind(node, *PRODUCTS) and isinstance(arguments(node).get("weight"), Node):
+                ends, path = (arguments(node)["input"], node), module_path(node)
+                sizes = [
+                    max((x.rms for x in call.ranges.get(y.name, ())), default=1.0) for y in ends
+                ]
+                first, last = (
+                    max(1.0, min(x)) for x in zip(sizes, found.get(path, sizes), strict=True)
+                )
+                found[path] = first, last
+    return found
 
 
 class Statements:

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from stopdown.errors import ScalingError
-from stopdown.fold_names import Folds, list_folds
+from stopdown.fold_names import Folds, list_folds, split_fold_name
 from stopdown.mapped_weights import Load
 from stopdown.module_calls.call_inputs import is_encoded
 from stopdown.scaling.bounds.input_limits import HIDDEN_STATES
 from stopdown.scaling.bounds.propagation import LEAST_STORED_LOOSE
 from stopdown.scaling.certificate import BoundedCalls, bound_kinds, leave_unmeasured
-from stopdown.scaling.exponents.problem import VANISHING_BITS, MeasuredCall
+from stopdown.scaling.exponents.problem import VANISHING_BITS, MeasuredCall, measure_layers
 from stopdown.scaling.exponents.solver import ASKED_BITS, CALIBRATED_BITS
 from stopdown.scaling.folding.folds import read_headroom
 from stopdown.scaling.graph.capture import Capture
@@ -227,15 +227,15 @@ def find_visible(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCa
     Raises:
         ScalingError: if so, or if `find` raises it.
     """
-    scaling = find(module, calls)
-    lowest, path = min(
-        ((min(pair), path) for path, pair in scaling.layers.items()), default=(0, "")
-    )
-    if lowest < VANISHING_BITS:
-        raise ScalingError(
-            f"Its bounds are so loose that the values of {path} would vanish in fp16: they would be "
-            f"computed times 2**{lowest}, and those of size 1 would be 0 or nearly so."
-        )
+    scaling, sizes = find(module, calls), measure_layers(calls)
+    for path, pair in scaling.layers.items():
+        for exponent, size in zip(pair, sizes[split_fold_name(path)[0]], strict=True):
+            if exponent + log2_of(size) < VANISHING_BITS:
+                raise ScalingError(
+                    f"Its bounds are so loose that the values of {path} would vanish in fp16: they "
+                    f"would be computed times 2**{exponent}, and those of size {size:.3g} would be 0 or "
+                    "nearly so."
+                )
     for name, bits, fold in _list_stored(scaling, calls):
         if fold and bits < VANISHING_BITS:
             raise ScalingError(

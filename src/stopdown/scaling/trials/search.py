@@ -253,7 +253,7 @@ class _RelaxedSearch:
     @cached_property
     def is_refused(self) -> bool:
         """Whether the caller refuses all results without fp32 modules, because values vanish in fp16."""
-        visible = forbid_vanishing(self.state(multiplies=True))
+        visible = forbid_vanishing(self.state(multiplies=True), self.calls)
         return self.postpones and is_hopeless(visible, fp32_flops=0.0)
 
     def may_need_less_than(self, found: Scaling) -> bool:
