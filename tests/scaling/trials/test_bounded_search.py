@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from stopdown import cast_, rescale_
 from stopdown.errors import ScalingError
 from stopdown.numerics import relative_l2
 from stopdown.records import Scaling
+from stopdown.scaling.exponents import problem
 from stopdown.scaling.exponents.problem import VANISHING_BITS, MeasuredCall
 from stopdown.scaling.trials import bounded_search, search
 from stopdown.scaling.trials.bounded_search import (
@@ -147,11 +149,15 @@ def test_exponents_from_bounds_are_looked_at() -> None:
         scale_unmeasured(module, [(measured.capture, args, {})], load, find_vanishing)
 
 
-@pytest.mark.parametrize(("bits", "vanishes"), [(18, False), (40, True)])
+@pytest.mark.parametrize(("bits", "is_loose"), [(18, True), (40, True), (40, False)])
 def test_multiplies_are_not_searched_where_values_vanish_with_and_without(
-    bits: int, vanishes: bool, monkeypatch: pytest.MonkeyPatch
+    bits: int, is_loose: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer whose values are bounded by 2**40 has a few digits left in fp16 whatever is multiplied."""
+    """A layer whose values are bounded by 2**40 has a few digits left in fp16 whatever is multiplied, if
+    they are about 1; if they are that large, it has all.
+    """
+    for module in (problem, bounded_search) if is_loose else ():
+        monkeypatch.setattr(module, "measure_layers", lambda calls: defaultdict(lambda: (1.0, 1.0)))
     searched: list[nn.Module] = []
     choose = search.choose_multiplies
 
@@ -161,21 +167,23 @@ def test_multiplies_are_not_searched_where_values_vanish_with_and_without(
 
     monkeypatch.setattr(search, "choose_multiplies", note)
     monkeypatch.setattr(search, "CHEAP", -1.0)
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)).requires_grad_(False)
-    for layer in module[:2]:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)).requires_grad_(False)
+    for layer in layers[:2]:
         layer.weight.data.fill_(2.0 ** (bits / 2))
         layer.bias.data.zero_()
     args = (torch.randn(2, 4),)
-    measured = measure_call(module, args)
-    load = dict(module.named_parameters()).__getitem__
+    measured = measure_call(layers, args)
+    load = dict(layers.named_parameters()).__getitem__
     calls = [(measured.capture, args, {})]
-    if not vanishes:
-        assert not scale_unmeasured(module, calls, load).fp32_modules
-        assert searched
+    if is_loose and bits == 40:
+        with pytest.raises(ScalingError, match="would vanish in fp16"):
+            scale_unmeasured(layers, calls, load)
+        assert not searched
         return
-    with pytest.raises(ScalingError, match="would vanish in fp16"):
-        scale_unmeasured(module, calls, load)
-    assert not searched
+    found = scale_unmeasured(layers, calls, load)
+    assert not found.fp32_modules
+    assert found.bounded == found.values
+    assert searched
 
 
 def test_a_parameter_that_vanishes_is_named() -> None:
