@@ -299,3 +299,11 @@ def test_a_format_that_raises_does_not_work(monkeypatch: pytest.MonkeyPatch) -> 
     assert format_support._time_formats(CPU)["fp16"].failure == (
         "\"slow_conv2d_cpu\" not implemented for 'Half'."
     )
+
+
+def test_timings_of_smaller_products_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored times belong to the sizes that were timed: those of small products are of their launch."""
+    device = choose_device("cpu")
+    kept = format_support._kept_timings(device)
+    monkeypatch.setattr(format_support, "_choose_sizes", lambda device: (128, 32, 16))
+    assert format_support._kept_timings(device) != kept
