@@ -66,7 +66,7 @@ def count_by_tracker(module: nn.Module, x: torch.Tensor) -> float:
 
 def count_by_hooks(module: nn.Module, x: torch.Tensor) -> float:
     seen = fallback._measure_calls(module, [(module, (x,), {})])
-    parts = sum(matrix.flops for matrix in seen.matrices.values())
+    parts = sum(seen.layer_flops.values())
     assert parts in (seen.flops, 0)
     return seen.flops
 

@@ -233,7 +233,7 @@ def test_a_file_is_explained(name: str, tmp_path: Path) -> None:
     write_media(tmp_path / "b.flac", None, sound=draw_chord())
     healthy = explain_file(tmp_path / "b.flac")
     assert healthy.title == "No fault found in b.flac."
-    assert "not silent, clipped or noisy" in healthy.why
+    assert "isn't silent, clipped or noisy" in healthy.why
 
 
 def test_the_track_of_a_video_is_explained(tmp_path: Path) -> None:

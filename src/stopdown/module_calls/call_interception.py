@@ -19,7 +19,6 @@ import enum
 import functools
 import inspect
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -32,6 +31,7 @@ from stopdown.interception.tracing import is_traced
 from stopdown.module_calls.call import ComponentCall
 from stopdown.module_calls.callee import Callee
 from stopdown.module_calls.entrances import Entrance
+from stopdown.module_calls.outermost_calls import THREAD
 
 Layer = Callable[[ComponentCall], Any]
 """A function that runs around a method; it continues by `call.proceed()` and returns the output."""
@@ -60,13 +60,6 @@ class Rank(enum.IntEnum):
     JOURNAL = 7  # reads a call's output from a file, or writes it there
     TURN = 8  # keeps other threads from changing the module during a call
     EXPONENTS = 9  # refuses calls that the exponents don't hold for
-
-
-class _Thread(threading.local):
-    bared: tuple[object, ...] = ()
-
-
-_thread = _Thread()
 
 
 class _Stack:
@@ -120,7 +113,7 @@ class _StackCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stack = self.stopdown_stack
-        if is_traced() or stack.owner in _thread.bared:
+        if is_traced() or stack.owner in THREAD.bared:
             return stack.original(*args, **kwargs)
         stack.follow()
         return _enter(stack.call_original, stack.layers, args, kwargs)
@@ -306,12 +299,12 @@ def bared(module: torch.nn.Module) -> Iterator[None]:
 
     A capture of the module therefore doesn't trace them.
     """
-    before = _thread.bared
-    _thread.bared = (*before, module)
+    before = THREAD.bared
+    THREAD.bared = (*before, module)
     try:
         yield
     finally:
-        _thread.bared = before
+        THREAD.bared = before
 
 
 def copy_layers(source: torch.nn.Module, target: torch.nn.Module, below: Rank) -> None:

@@ -37,10 +37,13 @@ What the context manager yields, if anything, is called once all listeners' cont
 
 
 class _Thread(threading.local):
+    """What a thread is inside of: an outermost call, and owners whose methods have no layers here."""
+
     outermost: tuple[torch.nn.Module, str] | None = None
+    bared: tuple[object, ...] = ()
 
 
-_thread = _Thread()
+THREAD = _Thread()
 _listeners: tuple[
     tuple[weakref.ref[Listener], bool], ...
 ] = ()  # replaced, never changed: a call keeps its own
@@ -50,24 +53,24 @@ _patches = Patches()
 
 def find_outermost() -> torch.nn.Module | None:
     """Return the module of this thread's outermost call in progress; None outside of calls."""
-    return None if _thread.outermost is None else _thread.outermost[0]
+    return None if THREAD.outermost is None else THREAD.outermost[0]
 
 
 def is_enclosed(module: torch.nn.Module, method: str) -> bool:
     """Return whether this thread is inside an outermost call of another module or method than this one."""
-    found = _thread.outermost
+    found = THREAD.outermost
     return found is not None and (found[0] is not module or found[1] != method)
 
 
 @contextlib.contextmanager
 def entered(module: torch.nn.Module, method: str) -> Iterator[None]:
     """Count a call as its thread's outermost one inside the block, unless another is in progress."""
-    before = _thread.outermost
-    _thread.outermost = before if before is not None else (module, method)
+    before = THREAD.outermost
+    THREAD.outermost = before if before is not None else (module, method)
     try:
         yield
     finally:
-        _thread.outermost = before
+        THREAD.outermost = before
 
 
 def listen(listener: Listener, patches: Patches, *, in_transforms: bool = False) -> None:
@@ -107,7 +110,7 @@ def _put_on() -> None:
 
     @functools.wraps(original)
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_traced() or _thread.outermost is not None:
+        if is_traced() or THREAD.outermost is not None:
             return original(self, *args, **kwargs)
         if _hands_on(self, args, kwargs):
             return original(self, *args, **kwargs)
@@ -177,7 +180,7 @@ def _wrap_method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_own = getattr(type(self), name, None) is call  # and not that of a parent, called by hand
-        if is_traced() or _thread.outermost is not None or not is_own:
+        if is_traced() or THREAD.outermost is not None or not is_own:
             return original(self, *args, **kwargs)
         # looked up late: with what the listeners put around it
         return _call_met(self, name, lambda: getattr(self, name)(*args, **kwargs), args, kwargs)
