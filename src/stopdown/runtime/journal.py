@@ -108,7 +108,7 @@ class Journal(ExitStack):
         self._refuse_differences(head)
         if self._head is None:
             self.clear()
-            with written_beside(self.folder / _HEAD, option="with --journal") as part:
+            with written_beside(self.folder / _HEAD, option="for the journal") as part:
                 part.write_bytes(pack(head, _VERSION))
         elif count := len(self._list_calls()):
             self._announce(f"The journal {self.folder} has {count} calls; the run continues there.")
@@ -199,7 +199,7 @@ class Journal(ExitStack):
         try:
             content = pack(answer, purpose)
             if self.use.bytes + len(content) <= self._limit:
-                with written_beside(path, option="with --journal") as part:
+                with written_beside(path, option="for the journal") as part:
                     part.write_bytes(content)
                 self._written += 1
                 return
