@@ -110,7 +110,7 @@ def make_ways(subject: Subject, folder: Path) -> dict[str, Any]:
         row[name] = judge(run_cell(make, want), bf16)
         if row["plain"].get("error") is not None:
             row[name]["outcome"] = "no overflow"
-        if row[name]["outcome"] == "wrong" and row[name]["in_bf16"]:
+        if row[name]["outcome"] == "wrong" and row[name]["in_bf16"] and "error" in bf16:
             row[name] = compare_by_seeds(row[name], call, make, given)
     return row
 
