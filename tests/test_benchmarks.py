@@ -162,7 +162,8 @@ def test_rows_that_do_not_overflow_are_counted_apart(monkeypatch: pytest.MonkeyP
 
     def make(overflow: str, fp32: int, plain: int, said: str = "") -> dict[str, Any]:
         runs = {"fp32": {"code": fp32}, "plain": {"code": plain, "said": said}}
-        return {"overflow": overflow, "outcome": "right", **runs}
+        auto = {"auto": {"precisions": ["fp16", "fp32"]}}
+        return {"overflow": overflow, "outcome": "right", **runs, **auto}
 
     said = every_pipeline._draw_summary(
         {
@@ -178,9 +179,10 @@ def test_rows_that_do_not_overflow_are_counted_apart(monkeypatch: pytest.MonkeyP
         "Of 5 rows that run in fp32, 5 are right. Plain fp16 overflows and stops in 1 of them, of which 1 "
         "are right here. It runs in 3, without an overflow: 3 of those are right."
     )
-    assert [x.rpartition(": ")[2] for x in said[2::2]] == ["B.", "F.", "C.", "E."]
-    assert said[2].startswith("No weights that fp16 holds")
-    assert said[4].startswith("These rows are from before")
+    assert said[2].startswith("What those that overflow and are right ran in: 1 in fp16 and fp32.")
+    assert [x.rpartition(": ")[2] for x in said[4::2]] == ["B.", "F.", "C.", "E."]
+    assert said[4].startswith("No weights that fp16 holds")
+    assert said[6].startswith("These rows are from before")
 
 
 @pytest.mark.thorough
