@@ -180,6 +180,7 @@ def test_rows_that_do_not_overflow_are_counted_apart(monkeypatch: pytest.MonkeyP
         "are right here. It runs in 3, without an overflow: 3 of those are right."
     )
     assert said[2].startswith("What those that overflow and are right ran in: 1 in fp16 and fp32.")
+    assert re.search(r"Of \d+ runs \[at full size\]\(full_size_runs.md\), \d+ had", said[2])
     assert [x.rpartition(": ")[2] for x in said[4::2]] == ["B.", "F.", "C.", "E."]
     assert said[4].startswith("No weights that fp16 holds")
     assert said[6].startswith("These rows are from before")
