@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from stopdown.errors import CaptureError
 from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.graph import (
     capture,
@@ -66,6 +67,14 @@ class Mapped(Base):
         return torch.vmap(lambda row: row * row.sum().sigmoid())(self.value(x))
 
 
+class MappedAlong(Base):
+    """A function of one row whose results are joined along the last dimension."""
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.vmap(lambda row: row * row.sum().sigmoid(), in_dims=1, out_dims=-1)
+        return rows(self.value(x)).transpose(1, 2)
+
+
 class Without(Base):
     """A score of the module's own inside of a region without gradients."""
 
@@ -77,7 +86,7 @@ class Without(Base):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", [Flexible, Mapped, Without])
+@pytest.mark.parametrize("kind", [Flexible, Mapped, MappedAlong, Without])
 def test_what_runs_code_of_its_own_is_rescaled(kind: type[Base]) -> None:
     """Exact in fp32, for later inputs as well, finite in fp16; it was a raw error of PyTorch."""
     module, x = kind(), torch.randn(2, 8, 4)
@@ -121,3 +130,28 @@ def test_a_graph_that_lost_its_vmap_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert not rescaling.exponents
     assert "its code calls vmap" in rescaling.scaling.note
     assert torch.equal(module(x), before)
+
+
+KEPT: dict[str, torch.Tensor] = {}
+"""What `Keeping` makes once."""
+
+
+class Keeping(Base):
+    """A tensor that the first call makes, kept in a global."""
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        if "made" not in KEPT:
+            KEPT["made"] = torch.full((SIZE,), 3.0)
+        return self.value(x) * KEPT["made"]
+
+
+def test_a_tensor_that_was_made_without_values_is_refused() -> None:
+    """A global that a trace filled has no values; it was a raw error of PyTorch about `Eq(u0, 1)`."""
+    KEPT.clear()
+    with pytest.raises(CaptureError) as refused:
+        capture.capture_call(Keeping(), (torch.randn(2, 8, 4),), dtype=torch.float16)
+    assert str(refused.value) == (
+        "Keeping cannot be captured as a graph: mul takes a tensor that the code made in another call and "
+        "kept outside of the module. Such a tensor has no values if it was made while a call was traced. "
+        "Make it in each call, or keep it as a buffer of the module."
+    )

@@ -620,6 +620,7 @@ class _ShadowCall:
                 raise describe_failure(error, self._module) from error
             graph, parameters, constants, inputs = _read_program(program, self._module)
             _refuse_lost_vmap(constants, self._module)
+            _leave_out_fakes(graph, constants, self._module)
             holders = (x for x in graph.graph.nodes if x.op == "placeholder" and x.users)
             used = {parameters[x.name] for x in holders if x.name in parameters}
             replaceable = _find_replaceable(self._shadow, _list_calls(notes), used, self._mode)
@@ -912,6 +913,39 @@ def _refuse_lost_vmap(constants: Mapping[str, Any], module: torch.nn.Module) -> 
             f"PyTorch {torch.__version__} leaves out of graphs.",
             remedy="Use a newer PyTorch (2.11 can), or run it in bf16 or fp32.",
         )
+
+
+def _leave_out_fakes(
+    graph: GraphModule, constants: dict[str, Any], module: torch.nn.Module
+) -> None:
+    """Remove constants without values from a graph if the nodes that use them decide nothing.
+
+    PyTorch 2.13.0 leaves one behind `vmap` with `out_dims` other than 0, and a node that nothing uses.
+
+    Raises:
+        CaptureError: if a result depends on one. Code that keeps a tensor in a global has one from a trace.
+    """
+    fakes = {name for name, x in constants.items() if isinstance(x, FakeTensor)}
+    if not fakes:
+        return
+    found: dict[Node, None] = {}
+    for node in graph.graph.nodes:
+        if node.name in fakes or any(x in found for x in node.all_input_nodes):
+            found[node] = None
+    user = next((x for x in found if x.op != "placeholder"), None)
+    for node in reversed(found):
+        if not node.users and (node.op == "placeholder" or not node.is_impure()):
+            graph.graph.erase_node(node)
+            constants.pop(node.name, None)
+    if user is not None and not fakes.isdisjoint(constants):
+        place = f"{type(module).__name__}:{module_path(user)}".removesuffix(":")
+        raise CaptureError(
+            f"{place} cannot be captured as a graph: {user.name} takes a tensor that the code made in "
+            "another call and kept outside of the module.",
+            expected="Such a tensor has no values if it was made while a call was traced.",
+            remedy="Make it in each call, or keep it as a buffer of the module.",
+        )
+    graph.recompile()
 
 
 def _complete_paths(graph: GraphModule, paths: list[str]) -> None:
