@@ -128,4 +128,32 @@ def test_a_plan_is_made_and_put_on() -> None:
             found = sample(patcher)
             assert network.wide.weight.dtype == torch.float32
     assert handle.repairs == ()
+    assert handle.record.calls[0].precisions == ("fp16",)
     torch.testing.assert_close(found, right, rtol=0.01, atol=0.01)
+
+
+def test_a_model_that_cannot_be_planned_computes_in_the_dtype_of_its_arguments() -> None:
+    """The dtype of weights that are cast at each call isn't the one that the model computes in."""
+    computed: list[torch.dtype] = []
+
+    class Unplanned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Linear(8, 8)
+
+        def forward(
+            self, x: torch.Tensor, timesteps: torch.Tensor, transformer_options: Any = None
+        ) -> torch.Tensor:
+            computed.append(x.dtype)
+            return self.layer(x[:, x[0, :, 0] < torch.inf])  # sizes depend on values
+
+    network = Unplanned().eval().requires_grad_(False)
+    patcher = SimpleNamespace(patches_uuid="", model=SimpleNamespace(diffusion_model=network))
+    with torch.no_grad():
+        plan = make_plan(patcher, run=lambda: sample(patcher))
+        assert [entry.precision for entry in plan.components] == ["as loaded"]
+        computed.clear()
+        with guard(patcher, plan) as handle:
+            sample(patcher)
+    assert set(computed) == {torch.float16}
+    assert handle.record.calls[0].precisions == ("fp16",)

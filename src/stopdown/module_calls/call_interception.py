@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 
+from stopdown.interception.module_paths import casts_weights
 from stopdown.interception.own_hooks import run_with_hooks
 from stopdown.interception.patches import CHANGING, Patches
 from stopdown.interception.tracing import is_traced
@@ -338,14 +339,14 @@ def put_cast(
     """Cast a component's floating arguments to the dtype of its weights at each call, and its outputs back.
 
     If a pipeline casts the component for one call (Stable Video Diffusion does so with its autoencoder),
-    its new dtype is used.
+    its new dtype is used. Weights that the code casts at each call (`casts_weights`) don't count.
 
     Arguments such as timesteps and positions (`callee.keeps`) aren't cast. The output of a decoder, which
     is the picture, keeps the dtype in which it is computed.
 
     Args:
         callee: the module, its method and its stage.
-        dtype: of most of its weights.
+        dtype: of most of its weights, or in which it computes.
         patches: undoing it ends the casts.
         as_plain: let arguments overflow to Inf as in any cast; False passes those on in fp32 (`entrances`).
 
@@ -366,11 +367,14 @@ def put_cast(
     """
     module = find_module(callee)
     entrance = Entrance(module, patches)
-    sample = next((weight for weight in module.parameters() if weight.dtype == dtype), None)
+    is_fixed = casts_weights(module)
+    weights = () if is_fixed else module.parameters()
+    sample = next((weight for weight in weights if weight.dtype == dtype), None)
 
     def cast(call: ComponentCall) -> Any:
         wanted = sample.dtype if sample is not None else dtype
-        now = {x.dtype for x in module.parameters()} if sample is None else set()
+        is_told = is_fixed or sample is not None
+        now = set() if is_told else {x.dtype for x in module.parameters()}
         if len(now) == 1 and now < {torch.float32, torch.bfloat16, torch.float16}:
             wanted = now.pop()  # a guard cast it, the plan is off again, or a thread takes it off
         if as_plain:

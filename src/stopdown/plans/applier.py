@@ -480,8 +480,10 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches, *, keeps_upcast: boo
     halves = list(dict.fromkeys(in_fp16))
     for name in [x.component for x in plan.components if x.precision == "as loaded"]:
         found = find_component(pipe, name)
-        held = () if found is None or find_quantised(found) else read_precisions(found)
-        if found is not None and (len(held) == 1 or PLANNED in vars(found)):
+        if found is None or find_quantised(found) or casts_weights(found):
+            continue
+        held = read_precisions(found)
+        if len(held) == 1 or PLANNED in vars(found):
             dtypes[name] = held[0]  # of now: its plan may come off before this one
     fixed = [x for x in map(name_component, dtypes) if _refuses_casts(find_component(pipe, x))]
     dropping = () if keeps_upcast else dict.fromkeys((*halves, *fixed))
