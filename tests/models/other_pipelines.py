@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from models.zimage import make_tokenizer
 from stopdown.pipelines.tiny_pipelines import build_part
 
 
@@ -98,4 +99,168 @@ def make_allegro() -> Any:
         vae=vae,
         transformer=transformer,
         scheduler=diffusers.DDIMScheduler(),
+    )
+
+
+def make_easyanimate() -> Any:
+    """A pipeline whose code iterates over its negative prompt, which is None by default."""
+    import diffusers
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformer = diffusers.EasyAnimateTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            in_channels=4,
+            out_channels=4,
+            time_embed_dim=2,
+            text_embed_dim=16,
+            num_layers=1,
+            sample_width=4,
+            sample_height=4,
+            patch_size=2,
+        )
+        vae = diffusers.AutoencoderKLMagvit(
+            down_block_types=("SpatialDownBlock3D", *("SpatialTemporalDownBlock3D",) * 3),
+            up_block_types=("SpatialUpBlock3D", *("SpatialTemporalUpBlock3D",) * 3),
+            block_out_channels=(8, 8, 8, 8),
+            latent_channels=4,
+            layers_per_block=1,
+            norm_num_groups=2,
+            spatial_group_norm=False,
+        )
+        encoder = _make_qwen()
+    return diffusers.EasyAnimatePipeline(
+        transformer=transformer,
+        vae=vae,
+        text_encoder=encoder,
+        tokenizer=make_tokenizer(),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    )
+
+
+def make_klein() -> Any:
+    """A FLUX.2 Klein whose text encoder has 2 layers; its code takes hidden states of up to 27."""
+    import diffusers
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformer = diffusers.Flux2Transformer2DModel(
+            patch_size=1,
+            in_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=48,
+            timestep_guidance_channels=16,
+            axes_dims_rope=[4, 4, 4, 4],
+            guidance_embeds=False,
+        )
+        vae = diffusers.AutoencoderKLFlux2(
+            sample_size=32,
+            down_block_types=("DownEncoderBlock2D",),
+            up_block_types=("UpDecoderBlock2D",),
+            block_out_channels=(4,),
+            layers_per_block=1,
+            latent_channels=1,
+            norm_num_groups=1,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        )
+        encoder = _make_qwen()
+    return diffusers.Flux2KleinKVPipeline(
+        transformer=transformer,
+        vae=vae,
+        text_encoder=encoder,
+        tokenizer=make_tokenizer(),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    )
+
+
+def make_far() -> Any:
+    """A pipeline whose transformer's chunks add up to 3 latent frames; its code makes 21 by default."""
+    import diffusers
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformer = diffusers.AnyFlowFARTransformer3DModel(
+            patch_size=(1, 2, 2),
+            compressed_patch_size=(1, 4, 4),
+            full_chunk_limit=3,
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=16,
+            out_channels=16,
+            text_dim=32,
+            freq_dim=256,
+            ffn_dim=32,
+            num_layers=1,
+            cross_attn_norm=True,
+            rope_max_seq_len=32,
+            chunk_partition=(1, 1, 1),
+        )
+        vae = diffusers.AutoencoderKLWan(
+            base_dim=3,
+            z_dim=16,
+            dim_mult=[1, 1, 1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False, True, True],
+        )
+        encoder = build_part("umt5")
+    return diffusers.AnyFlowFARPipeline(
+        tokenizer=build_part("t5-tokenizer"),
+        text_encoder=encoder,
+        vae=vae,
+        transformer=transformer,
+        scheduler=diffusers.FlowMapEulerDiscreteScheduler(),
+    )
+
+
+def make_animated_control() -> Any:
+    """An AnimateDiff whose ControlNet takes a picture for each frame, as `conditioning_frames`."""
+    import diffusers
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        unet = diffusers.UNet2DConditionModel(
+            block_out_channels=(8, 8),
+            layers_per_block=1,
+            norm_num_groups=2,
+            sample_size=8,
+            cross_attention_dim=32,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            attention_head_dim=4,
+        )
+        adapter = diffusers.MotionAdapter(
+            block_out_channels=(8, 8),
+            motion_layers_per_block=1,
+            motion_norm_num_groups=2,
+            motion_num_attention_heads=2,
+        )
+        return diffusers.AnimateDiffControlNetPipeline(
+            unet=unet,
+            motion_adapter=adapter,
+            controlnet=diffusers.ControlNetModel.from_unet(unet),
+            vae=build_part("vae"),
+            text_encoder=build_part("clip"),
+            tokenizer=build_part("clip-tokenizer"),
+            scheduler=diffusers.DDIMScheduler(),
+        )
+
+
+def _make_qwen() -> Any:
+    from transformers import Qwen3Config, Qwen3Model
+
+    return Qwen3Model(
+        Qwen3Config(
+            vocab_size=128,
+            hidden_size=16,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+        )
     )

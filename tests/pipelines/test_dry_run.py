@@ -10,6 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from models.other_pipelines import (
+    make_animated_control,
+    make_easyanimate,
+    make_far,
+    make_klein,
+)
 from stopdown.component_calls.components import find_callees
 from stopdown.devices.device_profiles import find_device_target
 from stopdown.dtype_rules.check import make_place
@@ -200,6 +206,17 @@ def test_a_config_without_steps_and_size_is_run_dry_to_its_end() -> None:
     assert calls.keys() == {"text_encoder", "unet", "vae"}
     pipe.default_denoising_steps = 4
     assert "num_inference_steps" not in make_arguments(pipe)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [make_easyanimate, make_klein, make_far, make_animated_control])
+def test_a_call_without_a_request_gets_what_its_code_needs(make: Callable[[], Any]) -> None:
+    """A negative prompt, hidden states, frames, a picture of each: components were left unplanned."""
+    pipe = make()
+    calls, ended = list_pipeline_calls(pipe, {})
+    assert not ended
+    assert {"text_encoder", "vae"} < calls.keys()
+    assert calls.keys() & {"transformer", "unet"}
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -228,6 +228,7 @@ class _DryRun:
             torch.no_grad(),
             WARNINGS_IGNORED,
             ignoring_warnings(Warning),  # of a run without values they say nothing
+            torch.compiler.set_stance("force_eager"),  # else flex attention compiles the listeners
             contextlib.ExitStack() as stack,
             contextlib.suppress(_DecoderReached),
         ):
@@ -354,7 +355,8 @@ def _add_pictures(
     for name in ("mask_image", "control_mask", "control_image"):
         if name in needed:
             found[name] = picture
-    if count := _count_held(pipe):
+    count, by_frame = _count_held(pipe), "conditioning_frames" in taken
+    if count and not by_frame:
         found["control_image" if "control_image" in taken else "image"] = [picture] * count
     if "ip_adapter_image" in taken and (widths := _list_ip_adapters(pipe)):
         if getattr(pipe, "image_encoder", None) is not None:
@@ -364,6 +366,9 @@ def _add_pictures(
     for name in ("video", "control_video"):
         if name in needed and not has_image:
             found[name] = [picture] * 9
+    if by_frame:  # of AnimateDiff's ControlNets
+        frames = found.get("video") or [picture] * taken["num_frames"].default
+        found["conditioning_frames"] = [frames] * count if count else frames
     return found
 
 
@@ -383,14 +388,28 @@ def make_arguments(pipe: Any) -> dict[str, Any]:
     arguments |= _add_pictures(pipe, picture, taken, "image" in arguments)
     if "generator" in taken:
         arguments["generator"] = torch.Generator("cpu").manual_seed(0)
-    config = getattr(getattr(pipe, "transformer", None), "config", None) or {}
-    length = config.get("max_text_seq_length")
-    if length and "max_sequence_length" in taken:
-        arguments["max_sequence_length"] = length
+    arguments |= _choose_hidden_states(pipe, taken)
     for name, own, value in _OF_CONFIGS:
         if name in taken and getattr(pipe, own, value) is None:
             arguments[name] = value
     return arguments
+
+
+def _choose_hidden_states(pipe: Any, taken: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return FLUX.2's `text_encoder_out_layers` for a text encoder that has fewer layers than its default.
+
+    As many hidden states are joined as make the width that the transformer takes; which ones are returned
+    changes no shape.
+    """
+    name = "text_encoder_out_layers"
+    encoder: Any = getattr(getattr(pipe, "text_encoder", None), "config", None)
+    if name not in taken or encoder is None:
+        return {}
+    text = encoder.get_text_config()
+    if max(taken[name].default) <= text.num_hidden_layers:
+        return {}
+    count = pipe.transformer.config.joint_attention_dim // text.hidden_size
+    return {name: tuple(1 + x % text.num_hidden_layers for x in range(count))}
 
 
 _OF_CONFIGS = (

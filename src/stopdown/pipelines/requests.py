@@ -480,8 +480,6 @@ def build_arguments(pipe: Any, request: Request) -> dict[str, Any]:
     arguments = name_pipeline_arguments(type(pipe), request)
     arguments = {**list_own_arguments(pipe), **list_own_sides(pipe, request), **arguments}
     arguments |= _prepare_media(arguments, request)
-    if type(pipe).__name__.startswith(_NEEDS_NEGATIVE):
-        arguments.setdefault("negative_prompt", "")
     if "generator" in taken:
         import torch
 
@@ -489,7 +487,7 @@ def build_arguments(pipe: Any, request: Request) -> dict[str, Any]:
     if "output_type" in taken:
         arguments["output_type"] = "np"
     given = {name: _match_tensor(taken.get(name), x) for name, x in request.arguments.items()}
-    return {**arguments, **_match_text_length(pipe, taken), **given}
+    return {**arguments, **given}
 
 
 def _match_tensor(parameter: inspect.Parameter | None, value: Any) -> Any:
@@ -516,11 +514,14 @@ def list_own_sides(pipe: Any, request: Request) -> dict[str, int]:
     return {} if any(side is not None for side in asked) else choose_own_sides(pipe)
 
 
-def list_own_arguments(pipe: Any) -> dict[str, bool | float]:
-    """Return the arguments that a transformer's config sets for a pipeline call that leaves them out.
+def list_own_arguments(pipe: Any) -> dict[str, bool | float | str]:
+    """Return the arguments that a pipeline's call needs if it leaves them out, by its transformer's config.
 
     - Latte's `video_length`, the only length of a video that its transformer has positions for. The
       pipeline's default is 16, whatever the config says.
+    - AnyFlow's `num_frames`, as many as the chunks of its transformer add up to. Its default is 81.
+    - CogVideoX's `max_sequence_length`, the only text length that its transformer accepts.
+    - An empty `negative_prompt` for the classes of `_NEEDS_NEGATIVE`.
     - The numbers and switches of `_recommended_call`, by the pipeline's names. `solids` has one. Names with
       an underscore in front are ignored by Diffusers.
     """
@@ -528,8 +529,17 @@ def list_own_arguments(pipe: Any) -> dict[str, bool | float]:
     told = config.get("_recommended_call")
     own = {**told} if isinstance(told, Mapping) else {}
     own["video_length"] = config.get("video_length") or None
+    if length := config.get("max_text_seq_length"):
+        own["max_sequence_length"] = length
+    if chunks := config.get("chunk_partition"):
+        own["num_frames"] = (sum(chunks) - 1) * pipe.vae_scale_factor_temporal + 1
     taken = inspect.signature(type(pipe).__call__).parameters
-    return {name: x for name, x in own.items() if name in taken and isinstance(x, (int, float))}
+    found: dict[str, bool | float | str] = {
+        name: x for name, x in own.items() if name in taken and isinstance(x, (int, float))
+    }
+    if type(pipe).__name__.startswith(_NEEDS_NEGATIVE):
+        found["negative_prompt"] = ""
+    return found
 
 
 def _is_in_media(name: str, request: Request) -> bool:
@@ -540,15 +550,6 @@ def _is_in_media(name: str, request: Request) -> bool:
     if name == "frames":
         return request.video is not None
     return name in ("height", "width") and request.image is not None
-
-
-def _match_text_length(pipe: Any, taken: Any) -> dict[str, int]:
-    """Return CogVideoX's `max_sequence_length`, the only text length that its transformer accepts."""
-    config = getattr(getattr(pipe, "transformer", None), "config", {})
-    length = config.get("max_text_seq_length") if hasattr(config, "get") else None
-    if not length or "max_sequence_length" not in taken:
-        return {}
-    return {"max_sequence_length": length}
 
 
 def _list_missing(pipeline_class: type, arguments: Mapping[str, Any]) -> list[str]:
