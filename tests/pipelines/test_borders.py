@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import stopdown
 from models.casting_pipelines import CASTING, draw
 from models.lora_cases import draw_lora, load_lora, name_lora
-from models.pipeline_calls import call_pipeline, load_plain
+from models.pipeline_calls import call_pipeline, load_plain, quiet
 from models.signature_cases import draw_ip_adapter, draw_picture
 from models.zimage import make_zimage
 from stopdown import testing
@@ -374,3 +375,28 @@ def test_an_ip_adapter_after_a_plan_is_refused_with_the_way(sd: Path) -> None:
     guard.remove()
     given = load_ip_adapter(pipe)
     assert given
+
+
+# Projections that are fused, and weights in fp8
+
+
+def fuse(module: Any) -> None:
+    module.fuse_qkv_projections()
+
+
+def cast_to_fp8(module: Any) -> None:
+    module.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float16)
+
+
+@pytest.mark.parametrize(("change", "what"), [(fuse, "fuse them"), (cast_to_fp8, "casting")])
+def test_what_copies_or_narrows_scaled_weights_is_refused(sd: Path, change: Any, what: str) -> None:
+    """The fused copies kept their exponents, and fp8 lost them: pictures were wrong without a word."""
+    pipe = load_plain(sd, torch.float16)
+    with stopdown.guard(pipe, announce=quiet):
+        before = call_pipeline(pipe, "sd")
+        with pytest.raises(PlanError, match=rf"a UNet2DConditionModel under a plan.*{what}"):
+            change(pipe.unet)
+        assert (call_pipeline(pipe, "sd") == before).all()
+    change(pipe.unet)
+    with stopdown.guard(pipe, announce=quiet):
+        assert np.isfinite(call_pipeline(pipe, "sd")).all()

@@ -359,22 +359,55 @@ class _Pickling(CopyHook):
         )
 
 
-def _refuse_ip_adapter(class_name: str, *_: object, **__: object) -> None:
-    raise PlanError(
-        f"An IP-Adapter was given to a {class_name} under a plan or a repair.",
-        expected="Its layers add to values that have exponents, and Diffusers casts the model for it.",
-        remedy="Take the plan off first (.undo(), or .remove() of the guard), load the IP-Adapter, and put "
-        "a plan on again: stopdown.fp16(pipe).",
-    )
+@dataclass(frozen=True)
+class Unfit:
+    """A method of Diffusers' models that must not be called while weights have exponents.
+
+    Attributes:
+        what: the start of the error's first sentence, which the model's class ends.
+        why: what the call would do.
+        do: what the user does instead, once the exponents are off.
+    """
+
+    what: str
+    why: str
+    do: str
+
+    def refuse(self, class_name: str, *_: object, **__: object) -> None:
+        raise PlanError(
+            f"{self.what} a {class_name} under a plan or a repair.",
+            expected=self.why,
+            remedy=f"Take the plan off first (.undo(), or .remove() of the guard), {self.do}, and put a "
+            "plan on again: stopdown.fp16(pipe).",
+        )
+
+
+UNFIT = {
+    "_load_ip_adapter_weights": Unfit(
+        "An IP-Adapter was given to",
+        "Its layers add to values that have exponents, and Diffusers casts the model for it.",
+        "load the IP-Adapter",
+    ),
+    "fuse_qkv_projections": Unfit(
+        "Projections were to be fused in",
+        "The fused layers are copies of weights with exponents, and keep those for good; the casts around "
+        "the old layers aren't around them.",
+        "fuse them",
+    ),
+    "enable_layerwise_casting": Unfit(
+        "Layerwise casting was requested for",
+        "Its weights have exponents for fp16. In fp8, which holds far fewer sizes, many of them would "
+        "vanish, and what is kept in fp32 would be cast as well.",
+        "enable layerwise casting",
+    ),
+}
+"""Methods that exponents don't allow, by their names."""
 
 
 _SAVING = (
     "Take the plan off first (.undo()), or write a converted model: stopdown convert. A pipeline that "
     "was loaded with quantization_config=stopdown.quantization(SOURCE) is saved with its plan."
 )
-
-
-_TAKES_IP_ADAPTER = "_load_ip_adapter_weights"
 
 
 def _refuse_saving(class_name: str, *_: object, **__: object) -> None:
@@ -392,7 +425,7 @@ def _watch_saving(
     savers: tuple[str, ...] = (),
 ) -> None:
     """Keep scaled weights from being saved as if they were the model's: refuse pickling,
-    `save_pretrained`, IP-Adapters.
+    `save_pretrained`, and what exponents don't allow.
 
     Reading the state dict only warns, once.
 
@@ -403,9 +436,10 @@ def _watch_saving(
     if is_changed and not savers and hasattr(module, "save_pretrained"):
         refuse = functools.partial(_refuse_saving, type(module).__name__)
         patches.set_attribute(module, "save_pretrained", refuse)
-    if is_changed and not savers and hasattr(module, _TAKES_IP_ADAPTER):
-        refuse = functools.partial(_refuse_ip_adapter, type(module).__name__)
-        patches.set_attribute(module, _TAKES_IP_ADAPTER, refuse)
+    for name, unfit in UNFIT.items() if is_changed and not savers else ():
+        if hasattr(module, name):
+            refuse = functools.partial(unfit.refuse, type(module).__name__)
+            patches.set_attribute(module, name, refuse)
     warned = list[bool]()
     parts = [module] if scaling is None else find_folded_parts(module, scaling.exponents)
     folded = {id(part): part for part in parts}

@@ -34,6 +34,7 @@ from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.number_formats import list_some
 from stopdown.numerics import is_away
 from stopdown.plans.applier import (
+    UNFIT,
     AppliedEntry,
     AppliedPlan,
     compare_versions,
@@ -196,9 +197,9 @@ class ModelLoad(SameInCopies):
         save = functools.partial(self._save, module)
         functools.update_wrapper(save, module.save_pretrained)  # type: ignore[arg-type]
         patches.set_attribute(module, "save_pretrained", save)
-        for name, refuse in _REFUSED.items():
+        for name in _REFUSED:
             if hasattr(module, name):
-                patches.set_attribute(module, name, refuse)
+                patches.set_attribute(module, name, functools.partial(_refuse, name))
         if self.config.guard:
             vars(module)["stopdown_guard"] = Guard(program).put_on()
         elif (applied := find_applied(module)) is not None:  # nobody else repairs other calls
@@ -414,38 +415,21 @@ def _move(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
     return type(module).to(module, *args, **options) if args or options else module
 
 
-def _refuse_casting(*_: Any, **__: Any) -> None:
-    raise OptionError(
-        "Layerwise casting was requested for a model that was loaded with a StopdownConfig.",
-        expected="Its weights have exponents for fp16. In fp8, which holds far fewer sizes, many of them "
-        "would vanish, and what is kept in fp32 would be cast as well.",
-        remedy="Leave the quantization_config out, load the model in bf16, and cast that.",
-    )
-
-
-def _refuse_pictures(*_: Any, **__: Any) -> None:
-    raise OptionError(
-        "An IP-Adapter was given to a model that was loaded by a StopdownConfig.",
-        expected="Its layers add to values that have exponents, and have none themselves.",
-        remedy="Load the model without the config and the IP-Adapter into it, and guard the pipeline: "
-        "stopdown.guard(pipe).",
-    )
-
-
-def _refuse_fusing(*_: Any, **__: Any) -> None:
-    raise OptionError(
-        "The projections of a model that was loaded by a StopdownConfig were to be fused.",
-        expected="The fused layers are rebuilt without the casts that the plan has around the old ones.",
-        remedy="Leave fuse_qkv_projections() out: it changes nothing but speed.",
-    )
-
-
 _REFUSED = {
-    "fuse_qkv_projections": _refuse_fusing,
-    "enable_layerwise_casting": _refuse_casting,
-    "_load_ip_adapter_weights": _refuse_pictures,
+    "fuse_qkv_projections": "Leave fuse_qkv_projections() out: it changes nothing but speed.",
+    "enable_layerwise_casting": "Leave the quantization_config out, load the model in bf16, and cast that.",
+    "_load_ip_adapter_weights": "Load the model without the config and the IP-Adapter into it, and guard "
+    "the pipeline: stopdown.guard(pipe).",
 }
-"""Methods of Diffusers' models that exponents don't allow → functions that refuse them."""
+"""Methods of Diffusers' models that exponents don't allow → what to do instead."""
+
+
+def _refuse(name: str, *_: object, **__: object) -> None:
+    raise OptionError(
+        f"{UNFIT[name].what} a model that was loaded by a StopdownConfig.",
+        expected=UNFIT[name].why,
+        remedy=_REFUSED[name],
+    )
 
 
 def unfold(made: torch.Tensor, wanted: StoredWeight) -> StoredWeight:

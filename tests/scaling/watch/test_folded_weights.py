@@ -75,6 +75,15 @@ def test_a_cast_of_what_stays_in_fp32_is_refused() -> None:
     )
 
 
+def test_a_cast_to_8_bits_is_refused() -> None:
+    """Weights with exponents vanish there."""
+    module, known = make()
+    module[0].weight.data = module[0].weight.to(torch.float8_e4m3fn)
+    with pytest.raises(ScalingError, match=r"0\.weight is fp8-e4m3\.") as caught:
+        known.check()
+    assert "many weights would vanish" in caught.value.expected
+
+
 def test_weights_that_arrive_late_are_known() -> None:
     """A quantizer loads them after the exponents were put on."""
     module, known = make()

@@ -1,7 +1,7 @@
 """Find out, before a call, whether somebody changed or cast weights that exponents are folded into.
 
-**Catches** weights that were written into, replaced, or cast from the fp32 that the exponents need;
-gradients of folded weights.
+**Catches** weights that were written into, replaced, cast to 8 bits, or cast from the fp32 that the
+exponents need; gradients of folded weights.
 
 **Does not catch** weights that are written through `.data` or in inference mode, and single values of a
 matrix.
@@ -79,10 +79,19 @@ class FoldedWeights:
         if cast:
             raise ScalingError(
                 f"{self._name} was cast since its exponents were folded in: {cast[0][0]} is "
-                f"{name_dtype(cast[0][1])}, and was fp32"
-                f"{'' if len(cast) == 1 else f', as were {len(cast) - 1} more'}.",
+                f"{name_dtype(cast[0][1])}, and was fp32{_count_others(cast)}.",
                 expected="A plan or rescaling keeps in fp32 what would lose values in 16 bits.",
                 remedy="Leave the cast out: what is planned or repaired is cast already.",
+            )
+        narrow = [(x.name, x.dtype) for x in self._weights if x.dtype.itemsize < 2]
+        if narrow:
+            raise ScalingError(
+                f"{self._name} was cast since its exponents were folded in: {narrow[0][0]} is "
+                f"{name_dtype(narrow[0][1])}{_count_others(narrow)}.",
+                expected="Exponents are found for 16 bits. In 8 bits, which hold far fewer sizes, many "
+                "weights would vanish.",
+                remedy="Cast the model to 8 bits before the plan, guard or rescaling; take that off first "
+                "(`.undo()`, or leave the guard), and load the pipeline again.",
             )
         changed = [x.name for x in self._weights if x.has_moved() and not x.accept()]
         if changed:
@@ -112,6 +121,12 @@ class _Weight:
     tensor: torch.Tensor
     version: int | None
     sample: torch.Tensor | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the module's tensor has now."""
+        tensor = self.holder.get(self.key)
+        return self.tensor.dtype if tensor is None else tensor.dtype
 
     def has_moved(self) -> bool:
         """Return whether the tensor has been replaced or modified in place since it was recorded."""
@@ -144,6 +159,10 @@ def _list_weights(module: torch.nn.Module, scaling: Scaling) -> Iterator[_Weight
             tensor = holder[key]
             sample = _sample(tensor) if has_values(tensor) else None
             yield _Weight(name, holder, key, tensor, count_writes(tensor), sample)
+
+
+def _count_others(found: list[Any]) -> str:
+    return "" if len(found) == 1 else f", as were {len(found) - 1} more"
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
