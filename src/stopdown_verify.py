@@ -266,7 +266,7 @@ def read_json(content: bytes, name: str = "it") -> Any:
     try:
         return json.loads(content.decode(), object_pairs_hook=once, parse_constant=no_number)
     except (ValueError, RecursionError, MemoryError) as error:
-        raise Refused(f"{name} cannot be read as JSON: {error}") from None
+        raise Refused(f"{name} can't be read as JSON: {error}") from None
 
 
 def list_faults(value: Any, keys: dict[str, Kind]) -> list[str]:
@@ -362,7 +362,7 @@ def find_common_shape(*shapes: Shape) -> Shape | None:
 def check_shape(n: Node, shapes: list[Shape], weights: dict[str, Weight]) -> None:  # noqa: C901 (a table of cases)
     """Check that the shape of a node in a certificate follows from its rule and its inputs' shapes."""
     rule, shape, dim = n["rule"], tuple(n["shape"]), n.get("dim", 0)
-    rank, first, wrong = len(shape), (*shapes, ())[0], "the shape does not follow"
+    rank, first, wrong = len(shape), (*shapes, ())[0], "the shape doesn't follow"
     if rule not in ("input", "unknown"):
         demand(0 not in shape and all(0 not in x for x in shapes), "a size is 0")
     demand(dim < max(rank, 1), "no such dimension")
@@ -391,7 +391,7 @@ def check_shape(n: Node, shapes: list[Shape], weights: dict[str, Weight]) -> Non
         dims = n["dims"]
         kept = tuple(shape[d] if d in dims else size for d, size in enumerate(first))
         holds = kept == shape and len({*dims}) == len(dims) and all(d < rank for d in dims)
-        demand(holds and (dims or not shape), "the shape does not follow, or nothing is mixed")
+        demand(holds and (dims or not shape), "the shape doesn't follow, or nothing is mixed")
         demand(n["of"] != "mean" or all(shape[d] == 1 for d in dims), "a mean has one place")
     elif rule == "matmul":
         a, b = shapes
@@ -541,7 +541,7 @@ def bound(shape: Shape, peak: Array, norm: float = math.inf, rows: Any = ()) -> 
     while peak.size > MOST:  # the longest dimension but the last, as long as there is one
         dims = range(peak.ndim - 1) if peak.shape[-1] < peak.size else range(peak.ndim)
         peak = top(peak, [max((peak.shape[d], d) for d in dims)[1]])
-    demand(np.isfinite(peak).all(), "a bound is not finite")
+    demand(np.isfinite(peak).all(), "a bound isn't finite")
     rows = frozenset(rows) if math.isfinite(norm) else frozenset(range(len(shape))[-1:])
     norm = min(norm, math.sqrt(over(peak**2, shape, rows))) * UP
     return Value(shape, np.minimum(peak, norm), norm, rows)
@@ -1044,7 +1044,7 @@ def find_exponents(c: Graph, n: Node, xs: list[Value]) -> Array:  # noqa: C901 (
         return v
     if rule == "norm":
         dims = range(1, rank) if n.get("groups") else range(rank - n["inner"], rank)
-        demand((flat(es[0], dims) * 2 == int(n["eps"])).all(), "an eps is not scaled with its norm")
+        demand((flat(es[0], dims) * 2 == int(n["eps"])).all(), "an eps isn't scaled with its norm")
         return c.result_exponents(n, zero, 1 if n.get("groups") else rank - 1)
     if rule == "product":
         w, channel = c.weights[n["weight"]], rank - max(len(c.weights[n["weight"]].shape) - 1, 1)
@@ -1053,7 +1053,7 @@ def find_exponents(c: Graph, n: Node, xs: list[Value]) -> Array:  # noqa: C901 (
         place = [-1 if d == channel else 1 for d in range(rank)]
         sums = flat(few(es[0] + columns.reshape(place)), [channel, *range(channel + 1, rank)])
         made = few(sums + w.rows[start:stop].reshape(place))
-        demand(c.fits(n, made, place), "a bias is not scaled as its sum")
+        demand(c.fits(n, made, place), "a bias isn't scaled as its sum")
         return made
     if rule == "lookup":
         w = c.weights[n["weight"]]
@@ -1184,7 +1184,7 @@ class Weight:
             most = float(read_number(pair))
             try:
                 made = np.linalg.cholesky(np.eye(size) * (most - error) - gram)
-                demand(np.isfinite(made).all(), "a singular value is not finite")
+                demand(np.isfinite(made).all(), "a singular value isn't finite")
             except np.linalg.LinAlgError:
                 raise Refused("a singular value is larger than stated") from None
             total += most * (1 + 2 * size * (size + 1) * 2.0**-53)
@@ -1217,7 +1217,7 @@ def open_weights(folder: Path, files: Sequence[str], stated: Node) -> dict[str, 
     for name in files:
         check_keys({"files": [name]}, {"files": COMPONENT["files"]})
         path = folder / name
-        demand(path.is_file(), f"{name} is not in the folder")
+        demand(path.is_file(), f"{name} isn't in the folder")
         for key, (start, entry) in read_tensor_table(path).items():
             demand(key not in found, f"{key!r} is in two files")
             try:
@@ -1267,7 +1267,7 @@ def check_folder(folder: Path, places: dict[str, str], files: Sequence[str]) -> 
             demand(listed == places, f"{name} names other files or tensors than the certificate")
             indices += 1
         elif lower.endswith(LOADABLE):
-            demand(name in files, f"{name} beside its files could be loaded, and is not checked")
+            demand(name in files, f"{name} beside its files could be loaded, and isn't checked")
     demand(indices or len(files) == 1, "there are several files, and no index names them")
 
 
@@ -1338,13 +1338,13 @@ class Graph:
         w, cut = self.weights[n[key]], slice(*n.get("part", (None,)) if key == "bias" else (None,))
         whole = np.concatenate([rows.reshape(-1) for _, rows in w.read()])
         holds = len(w.shape) < 2 or w.shape[0] == len(whole)
-        demand(holds and not w.columns.any(), f"{n[key]} is not a vector")
+        demand(holds and not w.columns.any(), f"{n[key]} isn't a vector")
         return whole[cut], STORED * 2.0 ** -w.rows[cut]
 
     def result_exponents(self, n: Node, zero: Array, dim: int) -> Array:
         place = [-1 if d == dim else 1 for d in range(zero.ndim)]
         made = few(self.weights[n["weight"]].rows.reshape(place)) if "weight" in n else zero
-        demand(self.fits(n, made, place), "a bias is not scaled as its norm")
+        demand(self.fits(n, made, place), "a bias isn't scaled as its norm")
         return made
 
     def fits(self, n: Node, made: Array, place: Sequence[int]) -> bool:
@@ -1498,11 +1498,11 @@ class Graph:
         if self.write:
             n["bound"] = None if found is None else write_number(found)
             n["exponents"] = exponents
-        demand((n["bound"] is None) == (found is None), "a bound does not follow")
+        demand((n["bound"] is None) == (found is None), "a bound doesn't follow")
         if found is not None and not follows(n["bound"], found):
             stated = read_number(n["bound"])
             demand(Fraction(found) <= stated, f"its bound is {found:.6g}, not {float(stated):.6g}")
-            demand(stated <= Fraction(found) * TOLERANCE, f"{float(stated):.6g} is not its bound")
+            demand(stated <= Fraction(found) * TOLERANCE, f"{float(stated):.6g} isn't its bound")
         demand(n["exponents"] == exponents, f"its exponents are {exponents}")
         stored = None if found is None else value.store()
         holds = stored is not None and (not stored.size or stored.max() <= LARGEST)
@@ -1598,7 +1598,7 @@ def check_component(stated: Node, folder: Path, write: bool = False) -> tuple[in
     rest = {"unread": sorted(set(weights) - {name for name, _ in read}), "uncovered": uncovered}
     stated.update(rest if write else {})
     for key, complete in rest.items():
-        demand(stated[key] == complete, f"the list of {key} values is not complete")
+        demand(stated[key] == complete, f"the list of {key} values isn't complete")
     return covered + len(uncovered), covered, uncovered
 
 
@@ -1731,7 +1731,7 @@ def examine_certificate(certificate: Node, folder: Path) -> dict[str, Any]:
     for path in sorted(folder.iterdir()):
         others = path.iterdir() if path.is_dir() else ()
         if any(x.name.lower().endswith(LOADABLE) for x in others) and path.name not in names:
-            found["left"].setdefault(path.name, "it is not in the certificate")
+            found["left"].setdefault(path.name, "it isn't in the certificate")
     found |= {"assumed": list(ASSUMED), "plan": certificate["plan"], "seal": certificate["seal"]}
     if found["left"] or any(x["not_covered"] for x in found["components"]):
         found["verdict"] = "partly"
@@ -1947,9 +1947,9 @@ def show_bound(x: dict[str, Any]) -> str:
 
 CODES = """exit codes:
   0  proven: every fp16 value and weight of every component
-  1  refused: the file does not prove what it says, or is not of these weights
-  2  the certificate or the folder cannot be read, or the command is wrong
-  3  proven in part: what is not covered is listed
+  1  refused: the file doesn't prove what it says, or isn't of these weights
+  2  the certificate or the folder can't be read, or the command is wrong
+  3  proven in part: what isn't covered is listed
   4  nothing was checked: --explain without --weights"""
 STATUS = {"proven": 0, "refused": 1, "unreadable": 2, "partly": 3, "unchecked": 4}
 UNCHECKED = "Not checked: these are the file's own words. --weights FOLDER derives them again."
@@ -2013,7 +2013,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     elif "why" in found:
-        begins = "Refused." if code == 1 else "Cannot be read."
+        begins = "Refused." if code == 1 else "Can't be read."
         print_safely(f"{begins} {found['why']}", sys.stderr)
     else:
         checked = code != STATUS["unchecked"]

@@ -24,5 +24,5 @@ def test_a_function_takes_as_many_arguments_as_it_is_called_with() -> None:
     check_function("f(run=...)", lambda a, b=1: a, "lambda a: a", arguments=1)
     with pytest.raises(OptionError, match="is a function that takes no arguments"):
         check_function("f(run=...)", 3, "lambda: 1")
-    with pytest.raises(OptionError, match="cannot be called with 2 arguments: too many positional"):
+    with pytest.raises(OptionError, match="can't be called with 2 arguments: too many positional"):
         check_function("f(run=...)", lambda a: a, "lambda a, b: a", arguments=2)

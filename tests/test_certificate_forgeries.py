@@ -250,7 +250,7 @@ def list_uncovered(folder: Path, row: Row) -> list[str]:
     found = stated["uncovered"]
     if found:
         with pytest.raises(
-            stopdown_verify.Refused, match="list of uncovered values is not complete"
+            stopdown_verify.Refused, match="list of uncovered values isn't complete"
         ):
             stopdown_verify.check_component({**stated, "uncovered": []}, folder)
     return found
@@ -530,7 +530,7 @@ HEADERS = {
     "no entry": ('{"up": 1}', "'up': it is no object"),
     "a huge size": (f'{{"up": {{"dtype": "F32", "shape": [{10**30}], "data_offsets": [0, 4]}}}}',
                     "expected a list"),
-    "deep": ("[" * 100_000, "the header of model.safetensors cannot be read as JSON"),
+    "deep": ("[" * 100_000, "the header of model.safetensors can't be read as JSON"),
     "metadata in a list": (f'{{"__metadata__": [], "up": {ENTRY}}}', "'__metadata__' is .*, expected an"),
 }  # fmt: skip
 
@@ -723,11 +723,11 @@ def test_exit_codes_tell_apart_what_holds(net, capsys):
     (folder / "unet").mkdir()
     write_weights(folder / "unet" / "model.safetensors", {"w": full(1)})
     assert verify() == 3
-    assert "unet: not covered (it is not in the certificate)" in capsys.readouterr().out
+    assert "unet: not covered (it isn't in the certificate)" in capsys.readouterr().out
     assert verify("--json") == 3
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "partly"
-    assert found["left"] == {"unet": "it is not in the certificate"}
+    assert found["left"] == {"unet": "it isn't in the certificate"}
     assert found["components"][0]["values"] == found["components"][0]["covered"] == 12
     certificate["components"][0]["graphs"][0]["nodes"][-1]["bound"][1] -= 1
     assert verify("--json") == 1
@@ -735,7 +735,7 @@ def test_exit_codes_tell_apart_what_holds(net, capsys):
     assert found["verdict"] == "refused"
     assert found["why"].startswith("net: sum (add): its bound is")
     assert stopdown_verify.main([str(folder / "nothing"), "--weights", str(folder)]) == 2
-    assert capsys.readouterr().err.startswith("Cannot be read. ")
+    assert capsys.readouterr().err.startswith("Can't be read. ")
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii", "utf-8"])

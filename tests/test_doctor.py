@@ -216,7 +216,7 @@ def test_faults_of_old_versions_are_shown(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(health_module, "read_version", versions.get)
     (fault,) = (f for f in examine("a100").faults if "3D" in f)
     assert fault == (
-        "torch 2.9.0+cu128 (==2.9.0): 3D convolutions in 16 bits do not use cuDNN and need many times "
+        "torch 2.9.0+cu128 (==2.9.0): 3D convolutions in 16 bits don't use cuDNN and need many times "
         "the memory; a video autoencoder runs out of it. Use torch 2.10 or newer, or torch 2.9.1 "
         "with cuDNN 9.15 or newer. (pytorch/pytorch#166643, nvidia-cosmos/cosmos-transfer2.5#227)"
     )

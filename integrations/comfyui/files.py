@@ -31,7 +31,7 @@ def save_fp16(model: Any, session: Any, prefix: str) -> str:
     calls = session.calls.get("model", {}).get("diffusion_model")
     if not calls:
         raise InputError(
-            "The model of this report was not sampled.",
+            "The model of this report wasn't sampled.",
             expected="Exponents are found for the calls of a run.",
             remedy="Connect the node to the report of the Run in fp16 node that the sampler's model "
             "comes from.",

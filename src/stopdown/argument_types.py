@@ -62,7 +62,7 @@ def check_function(place: str, value: Any, example: str, arguments: int = 0) -> 
         signature.bind(*[None] * arguments)
     except TypeError as error:
         raise OptionError(
-            f"{place} was given a function that cannot be called with {count}: {error}.",
+            f"{place} was given a function that can't be called with {count}: {error}.",
             remedy=f"Use {example}.",
         ) from None
 

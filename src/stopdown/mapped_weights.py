@@ -323,7 +323,7 @@ def _reserve(path: Path, size_bytes: int) -> None:
     except OSError as error:
         raise OutputError(
             f"Weights kept on disk need {size_bytes} bytes in {path.parent}: {error.strerror}.",
-            expected="On the CPU, weights that do not fit into `memory` are written to the folder "
+            expected="On the CPU, weights that don't fit into `memory` are written to the folder "
             "for temporary files. So are weights that are large compared with the machine's "
             "memory.",
             remedy="Free some space there, set TMPDIR to another disk, or give a larger `memory`.",

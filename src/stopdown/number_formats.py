@@ -177,7 +177,7 @@ def parse_bytes(text: str, name: str = "memory") -> int:
     if amount < 1:
         number = re.fullmatch(r"\s*0*[1-9][0-9]*(?:\.[0-9]+)?\s*", text)
         raise OptionError(
-            f'{name}="{text}" ' + ("has no unit." if number else "is not an amount of memory."),
+            f'{name}="{text}" ' + ("has no unit." if number else "isn't an amount of memory."),
             expected="An amount is a number and a unit: 8GiB, 500MiB.",
             remedy=f'Use {name}="{text.strip() if number else 8}GiB".',
         )

@@ -281,7 +281,7 @@ def headroom_bits(amax: float, dtype: torch.dtype) -> float:
     """Return the bits between a magnitude and the largest value of a dtype: negative on overflow."""
     found = find_format(dtype)
     if found is None:
-        raise ValueError(f"{dtype} is not a floating dtype")
+        raise ValueError(f"{dtype} isn't a floating dtype")
     if amax == 0:
         return math.inf
     return math.log2(found.largest) - math.log2(amax)
@@ -374,5 +374,5 @@ def describe_excess(error: float, bf16_error: float | None) -> str:
     """
     if error <= (LARGEST_ERROR if bf16_error is None else max(ROUNDED_ONCE, bf16_error)):
         return ""
-    beside = "bf16 does not run" if bf16_error is None else f"bf16's by {bf16_error:.2g}"
+    beside = "bf16 doesn't run" if bf16_error is None else f"bf16's by {bf16_error:.2g}"
     return f"it is {error:.2g} off ({beside})"

@@ -57,7 +57,7 @@ def refuse_quantised(module: torch.nn.Module) -> None:
             f"{type(module).__name__} has quantised weights ({found}); they are left alone.",
             expected="Powers of two are folded into weights that are stored as floats of 16 bits "
             "or more. A product's output takes the exponent of its weight, so norms and biases alone "
-            "cannot bring values into range.",
+            "can't bring values into range.",
             remedy="Convert its file, whose scales can hold them, and load the result: stopdown "
             "convert FILE OUT. Or load it without quantisation, or keep it out of the rescaling.",
         )

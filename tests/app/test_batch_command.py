@@ -56,8 +56,8 @@ def test_all_missing_inputs_are_named_at_once(run: Run, save_tiny: Callable[...,
     assert (code, out, err) == (
         2,
         "",
-        f"stopdown: Line 1 of the prompts: {name} needs --image and --prompt, which were not given. "
-        f"Lines 2 and 3 of the prompts: {name} needs --image, which was not given. "
+        f"stopdown: Line 1 of the prompts: {name} needs --image and --prompt, which weren't given. "
+        f"Lines 2 and 3 of the prompts: {name} needs --image, which wasn't given. "
         "Give --image and --prompt. Give --image.\n",
     )
 
@@ -96,7 +96,7 @@ def test_a_mask_of_the_command_is_that_of_each_item() -> None:
     [
         (
             ("--prompts", "nowhere://a/b.txt", "-o", "out"),
-            "The prompts file nowhere://a/b.txt cannot",
+            "The prompts file nowhere://a/b.txt can't",
         ),
         (
             ("--prompts", "prompts.txt", "-o", "nowhere://x"),
@@ -105,13 +105,13 @@ def test_a_mask_of_the_command_is_that_of_each_item() -> None:
         (("--prompts", "prompts.txt", "-o", "prompts.txt"), "The output"),
         (
             ("--prompts", "prompts.txt", "-o", "."),
-            "is not empty (it holds prompts.txt), and is not from a batch.",
+            "isn't empty (it holds prompts.txt), and isn't from a batch.",
         ),
         (
             ("--prompts", "prompts.txt", "-o", "out", "--format", "webp"),
             "A .webp file holds one frame.",
         ),
-        (("--prompts", "prompts.txt", "-o", "out", "--image", "no.png"), "no.png cannot be read"),
+        (("--prompts", "prompts.txt", "-o", "out", "--image", "no.png"), "no.png can't be read"),
     ],
 )
 def test_wrong_options_are_refused(

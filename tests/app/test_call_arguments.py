@@ -70,7 +70,7 @@ def test_pictures_may_stand_in_a_list(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (('a=["none.png"]',), "none.png cannot be read: there is no such file"),
+        (('a=["none.png"]',), "none.png can't be read: there is no such file"),
         (("labels",), r"--arg labels has no name and value\..* --arg class_labels=\[207\]\."),
         (("=5",), "--arg =5 has no name and value."),
         (("a b=5",), "--arg a b=5 has no name and value."),
@@ -78,11 +78,11 @@ def test_pictures_may_stand_in_a_list(tmp_path: Path, monkeypatch: pytest.Monkey
             ("a=1", "a=2"),
             r"--arg a was given twice\. Give several values as a list: --arg 'a=\[1, 2\]'\.",
         ),
-        (("a=[1,",), r"--arg a=\[1, is not JSON: .* begins with a bracket"),
+        (("a=[1,",), r"--arg a=\[1, isn't JSON: .* begins with a bracket"),
         (("a=[NaN]",), "NaN is no number of JSON"),
         (
             ("a=none.png",),
-            "none.png cannot be read: there is no such file.* write --arg 'a=\"none.png\"'",
+            "none.png can't be read: there is no such file.* write --arg 'a=\"none.png\"'",
         ),
         (("output_type=latent",), "--arg output_type was given. .* Leave --arg output_type out."),
     ],

@@ -66,5 +66,5 @@ def test_a_guard_that_fails_ends_no_process(capsys: pytest.CaptureFixture[str]) 
         data = pickle_preparation()
     assert pickle.loads(data)["name"] == "child"
     assert capsys.readouterr().err == (
-        "stopdown: a process that the script started is not guarded: no memory\n"
+        "stopdown: a process that the script started isn't guarded: no memory\n"
     )

@@ -41,7 +41,7 @@ def test_compare_writes_page_and_record(run: Any, save_tiny: Any, tmp_path: Path
     )
     assert code == 1, err
     assert "transformer=bf16+vae.decode=fp32" in out
-    assert "Line 2 of the prompts was not run: Byte 1 is not UTF-8." in out
+    assert "Line 2 of the prompts wasn't run: Byte 1 isn't UTF-8." in out
     assert sorted(x.name for x in tmp_path.iterdir()) == [
         "page.html",
         "page.html.json",
@@ -104,7 +104,7 @@ def test_pages_replace_only_pages(run: Any, monkeypatch: pytest.MonkeyPatch) -> 
         (("report", "report.html.json", "-o", "index.html", "--force"), "The output index.html would "
          "replace a file that is no page of Stopdown."),
         (("compare", "shapes", "-o", "page.html"), "The record page.html.json would replace a file that "
-         "Stopdown did not write as a record."),
+         "Stopdown didn't write as a record."),
     ):  # fmt: skip
         code, out, err = run(*words)
         assert (code, out) == (2, "")

@@ -64,7 +64,7 @@ def test_standard_input_that_cannot_be_read(
     """The message says why, and how else to give a log."""
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=_Failing(), isatty=lambda: False))
     code, _, error = run_line(capsys, "explain", "-")
-    assert (code, "Standard input cannot be read: Input/output error." in error) == (2, True)
+    assert (code, "Standard input can't be read: Input/output error." in error) == (2, True)
 
 
 def test_control_sequences_of_a_log_are_not_passed_on(capsys: pytest.CaptureFixture[str]) -> None:

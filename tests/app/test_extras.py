@@ -128,7 +128,7 @@ def test_a_picture_without_its_package_names_the_extra(tmp_path: Path) -> None:
             print(json.dumps(str(error)))
         """,
     )
-    assert found.startswith("Writing a video needs the package av, which is not installed.")
+    assert found.startswith("Writing a video needs the package av, which isn't installed.")
     assert "pip install '.[cli]'" in found
 
 

@@ -34,7 +34,7 @@ def explain_offloaded(kind: str) -> str:
 
 def test_a_mac_holds_all_weights_in_one_memory() -> None:
     """On MPS the reasons say what the run takes with the weights that wait; on CUDA those are elsewhere."""
-    assert "with the weights that are not in use, the run takes 24.0 GiB." in explain_offloaded(
+    assert "with the weights that aren't in use, the run takes 24.0 GiB." in explain_offloaded(
         "mps"
     )
     assert "not in use" not in explain_offloaded("cuda")
@@ -197,7 +197,7 @@ def test_what_does_not_fit_names_the_nearest_that_does(folder: Path) -> None:
     assert made.reduced is not None
     assert len(made.bits) > 1
     assert made.answer.startswith(
-        "No, it does not fit. The smallest strategy, block + tiling in fp16 with a plan, needs "
+        "No, it doesn't fit. The smallest strategy, block + tiling in fp16 with a plan, needs "
     )
     assert made.answer.endswith(f" The nearest size that fits is {made.reduced.made}.")
     height, width = made.reduced.made.split("x")

@@ -20,7 +20,7 @@ def test_a_plan_replaces_only_a_plan(run: Any, here: Path, monkeypatch: pytest.M
     code, _, err = run("plan", "shapes", "-o", "data.json")
     assert code == 2
     assert (
-        "The output data.json would replace a file that Stopdown did not write as a record." in err
+        "The output data.json would replace a file that Stopdown didn't write as a record." in err
     )
     for arguments, name in (((), "plan"), ((), "plan-2"), (("-o", "plan.json", "--force"), "plan")):
         code, out, err = run("plan", "shapes", *arguments)

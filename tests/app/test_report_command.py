@@ -50,11 +50,11 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     text.write_text("[1]")
     with pytest.raises(InputError, match="holds a record of the kind 'plan', which has no report"):
         report(plan, None)
-    with pytest.raises(InputError, match="is not a record of Stopdown"):
+    with pytest.raises(InputError, match="isn't a record of Stopdown"):
         report(text, None)
     with pytest.raises(InputError, match="no such file or directory"):
         report(tmp_path / "gone.json", None)
-    with pytest.raises(OptionError, match=r"does not end in \.html"):
+    with pytest.raises(OptionError, match=r"doesn't end in \.html"):
         report(plan, tmp_path / "page.pdf")
     assert sorted(x.name for x in tmp_path.iterdir()) == ["plan.json", "text.json"]
 
@@ -74,7 +74,7 @@ BROKEN = [
     ({"name": "fp32"}, {}, "two precisions have one name"),
     ({}, {"precision": "other"}, "a prompt has other precisions than the comparison"),
     ({}, {"latents_rel_err": (0.1, -1.0)}, "an error of the latents is below 0"),
-    ({"heats": (Heat("vae", ("a", "b"), ((1.0,),)),)}, {}, "a map of headroom has not one row"),
+    ({"heats": (Heat("vae", ("a", "b"), ((1.0,),)),)}, {}, "a map of headroom hasn't one row"),
 ]
 
 
@@ -98,5 +98,5 @@ def test_what_is_no_file_is_no_record(tmp_path: Path) -> None:
     """A named pipe is not waited for, and a folder, `.` included, is not read."""
     os.mkfifo(tmp_path / "run.json")
     for path in (tmp_path / "run.json", tmp_path, Path(), Path("/")):
-        with pytest.raises(InputError, match=r"it is not a regular file|is a directory"):
+        with pytest.raises(InputError, match=r"it isn't a regular file|is a directory"):
             report(path, None)

@@ -36,9 +36,9 @@ def test_a_field_tells_items_apart(entry: dataclasses.Field[Any]) -> None:
     ("name", "value", "said"),
     [
         ("frames", 0, "frames=0 is less than 1."),
-        ("strength", 1.5, "strength=1.5 is not above 0 and at most 1."),
-        ("seed", -1, "seed=-1 is not a seed."),
-        ("guidance", float("inf"), "guidance=inf is not a number."),
+        ("strength", 1.5, "strength=1.5 isn't above 0 and at most 1."),
+        ("seed", -1, "seed=-1 isn't a seed."),
+        ("guidance", float("inf"), "guidance=inf isn't a number."),
     ],
 )
 def test_a_value_out_of_range_is_refused(name: str, value: float, said: str) -> None:

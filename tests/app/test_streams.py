@@ -33,7 +33,7 @@ def test_a_full_disk_is_an_error_of_standard_output() -> None:
     """The first failure is raised again at each later write."""
     stream = CheckedStdout(Failing(errno.ENOSPC))
     for _ in range(2):
-        with pytest.raises(StdoutError, match="Standard output could not be written"):
+        with pytest.raises(StdoutError, match="Standard output couldn't be written"):
             stream.write("x")
 
 

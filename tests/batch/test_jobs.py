@@ -119,10 +119,10 @@ def test_items_begin_with_videos(run: Run, save_tiny: Callable[..., Path]) -> No
 
 REFUSED = {
     "empty": (b"\n\n", "The prompts bad.txt are empty."),
-    "latin1": (b"a caf\xe9\n", "The prompts bad.txt are not UTF-8: byte 6, in line 1."),
+    "latin1": (b"a caf\xe9\n", "The prompts bad.txt aren't UTF-8: byte 6, in line 1."),
     "field": (b'{"prompt": "a"}\n{"promt": "b"}\n', "the field 'promt' is unknown."),
     "type": (b'{"prompt": "a", "seed": "x"}\n', "Line 1 of the prompts bad.jsonl is wrong: "),
-    "json": (b'{"prompt": "a"\n', "Line 1 of the prompts bad.jsonl is wrong: it is not JSON"),
+    "json": (b'{"prompt": "a"\n', "Line 1 of the prompts bad.jsonl is wrong: it isn't JSON"),
     "names": (
         b'{"prompt": "a", "name": "x"}\n{"prompt": "b", "name": "X"}\n',
         "Lines 1 and 2 of the prompts bad.jsonl have the same name: X.",
@@ -132,8 +132,8 @@ REFUSED = {
         b'{"prompt": "a"}\n{"prompt": "b", "height": 33}\n',
         "Line 2 of the prompts: --height 33 doesn't fit this model",
     ),
-    "image": (b'{"prompt": "a", "image": "gone.png"}\n', "gone.png cannot be read"),
-    "mask": (b'{"prompt": "a", "mask": "gone.png"}\n', "gone.png cannot be read"),
+    "image": (b'{"prompt": "a", "image": "gone.png"}\n', "gone.png can't be read"),
+    "mask": (b'{"prompt": "a", "mask": "gone.png"}\n', "gone.png can't be read"),
 }
 
 

@@ -36,7 +36,7 @@ def test_items_of_programs_are_checked_like_those_of_files(
 @pytest.mark.slow
 def test_the_page_s_example_runs(tmp_path: Path) -> None:
     """The Python blocks of docs/batch.md, those for Ray Data and actors too, run as they stand."""
-    pytest.importorskip("pyarrow", reason="Ray Data is not installed: pip install '.[ray]'")
+    pytest.importorskip("pyarrow", reason="Ray Data isn't installed: pip install '.[ray]'")
     page = (Path(__file__).parents[2] / "docs" / "batch.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 2

@@ -202,13 +202,13 @@ def test_an_effect_beyond_the_limit_is_refused(
     with pytest.raises(OptionError) as caught:
         convert_made("sd", folder, tmp_path / "out", plan, leave=["vae"])
     assert str(caught.value) == (
-        f"{folder} cannot be written in fp16 for programs without Stopdown. unet: no configuration "
+        f"{folder} can't be written in fp16 for programs without Stopdown. unet: no configuration "
         "field sets conv_norm_out.eps, down_blocks.0.attentions.0.norm.eps, "
         "down_blocks.0.attentions.0.transformer_blocks.0.norm1.eps and "
         f"{count_left(plan) - 3} more, and without it the "
         "output is 2.5e-01 off in 9 calls; up to 4.9e-04 is accepted. Files can only contain weights and "
         "configs, but no multiplications, fp32 modules or "
-        "casts. Write unchanged what cannot be converted: "
+        "casts. Write unchanged what can't be converted: "
         'leave="unet". Or accept the difference: allow="eps". Or run the plan itself: stopdown '
         f"generate {folder} --precision PLAN."
     )

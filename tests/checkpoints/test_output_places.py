@@ -25,11 +25,11 @@ def test_what_convert_did_not_write_is_never_replaced(
         place.mkdir()
         (place / name).write_text("{}")
     only = "Only what Stopdown wrote there for the same purpose is replaced. Choose another name as OUT."
-    foreign = "would replace a folder that convert did not write."
+    foreign = "would replace a folder that convert didn't write."
     for place, message in (
         (taken, f"The output {taken} {foreign} {only}"),
         (model, f"The output {model} {foreign} {only}"),
-        (folder, f"OUT {folder} is the model itself. Give another place; it is not overwritten."),
+        (folder, f"OUT {folder} is the model itself. Give another place; it isn't overwritten."),
         (inside, f"OUT {inside} lies in the folder of the model, {folder}. "
          "The output must not contain what is read. Give another place."),
     ):  # fmt: skip
@@ -79,7 +79,7 @@ def test_force_spares_what_was_put_there(
         (out / name).write_text("mine")
     with pytest.raises(OutputError) as caught:
         convert_made("sd", folder, out, plan, leave=leave, allow=["overwrite"])
-    assert f"a folder with files that convert did not write so: {name}." in str(caught.value)
+    assert f"a folder with files that convert didn't write so: {name}." in str(caught.value)
     assert (out / name).is_dir() or (out / name).read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -129,8 +129,8 @@ def test_what_comes_into_out_meanwhile_stays(
     with pytest.raises(OutputError) as caught:
         convert_made("sd", folder, out, plan, leave=leave, allow=["overwrite"])
     assert str(caught.value) == (
-        f"The output {out} could not be put into its place: The output {out} would replace a folder "
-        f"with files that convert did not write so: mine. It is whole, and was kept as {out}-2. "
+        f"The output {out} couldn't be put into its place: The output {out} would replace a folder "
+        f"with files that convert didn't write so: mine. It is whole, and was kept as {out}-2. "
         f"Move it: mv {out}-2 PLACE"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out-2"]

@@ -31,7 +31,7 @@ class _Missing(types.ModuleType):
 
 class _Absent:
     def __init__(self, *_: object, **__: object) -> None:
-        raise ImportError("This needs torchvision or torchaudio, which is not installed.")
+        raise ImportError("This needs torchvision or torchaudio, which isn't installed.")
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

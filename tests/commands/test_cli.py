@@ -241,10 +241,10 @@ def test_a_record_replaces_only_a_record(refuse: Any, save_tiny: SaveTiny, here:
         ("plan", "The record plan.json would replace a record of the kind plan. Only what "),
         (
             "data",
-            "The record data.json would replace a file that Stopdown did not write as a record. Only ",
+            "The record data.json would replace a file that Stopdown didn't write as a record. Only ",
         ),
         ("clip.mp4", "The record clip.mp4.json would be a file, but a folder has that name. "),
-        (long, f"The output {long}.json could not be written: the name is too long. "),
+        (long, f"The output {long}.json couldn't be written: the name is too long. "),
     ):
         assert refuse(source, "a", "-o", output).startswith(message)
 
@@ -271,7 +271,7 @@ def test_the_default_output_replaces_nothing(run: Any, save_tiny: SaveTiny, here
     code, _, err = run("generate", source, "b", *SIZES, "-o", "stopdown-2.mp4")
     assert (code, err) == (
         2,
-        "stopdown: The output stopdown-2.mp4 already exists. Existing files are not replaced. Add --force "
+        "stopdown: The output stopdown-2.mp4 already exists. Existing files aren't replaced. Add --force "
         "to replace it, or choose another name with -o: stopdown-2-2.mp4.\n",
     )
     assert run("generate", source, "b", *SIZES, "-o", "stopdown-2.mp4", "--force")[0] == 0
@@ -293,8 +293,8 @@ def test_a_plan_that_cannot_be_kept_costs_the_run_nothing(
     plan = Plan("shapes", "ab", "Tiny", "fp16", {}, (), "cpu", 0.0)
     assert keep_updated(plan, None, False, said.append) is None
     assert said == [
-        "The repair only lasts for this run, and was not kept. The output "
-        f"{here}/file/cache/plans could not be written: Not a directory."
+        "The repair only lasts for this run, and wasn't kept. The output "
+        f"{here}/file/cache/plans couldn't be written: Not a directory."
     ]
 
 
@@ -304,7 +304,7 @@ def test_a_plan_that_keeps_repairs_is_checked_before(
     """`--keep-repairs` with a plan behind a link to nowhere: refused before anything runs."""
     (here / "plan.json").symlink_to(here / "far" / "plan.json")
     words = ("--precision", "plan.json", "--keep-repairs")
-    message = "The plan plan.json cannot be read: no such file or directory."
+    message = "The plan plan.json can't be read: no such file or directory."
     assert refuse(save_tiny("cogvideox"), "a", *words).startswith(message)
 
 
@@ -513,7 +513,7 @@ class Full:
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (OSError(errno.ENOSPC, ""), 1, "stopdown: Standard output could not be written: the disk is full. "
+        (OSError(errno.ENOSPC, ""), 1, "stopdown: Standard output couldn't be written: the disk is full. "
          "The command itself completed. Send it elsewhere, or free some space.\n"),
         (BrokenPipeError(errno.EPIPE, ""), 141, ""),
     ],

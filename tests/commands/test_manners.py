@@ -453,6 +453,6 @@ def test_text_in_another_locale_is_told_apart_from_no_text() -> None:
     with pytest.raises(OptionError) as caught:
         commands.run(["generate", "shapes", word])
     assert str(caught.value) == (
-        "The argument é 😀 is UTF-8, and the locale of this terminal is not. Names and prompts are written "
+        "The argument é 😀 is UTF-8, and the locale of this terminal isn't. Names and prompts are written "
         "into records and pages, which are UTF-8. Set a UTF-8 locale: export LC_ALL=C.UTF-8"
     )

@@ -63,7 +63,7 @@ class Visit:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Chromium without a window."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright isn't installed")
     with playwright.sync_playwright() as driver:
         # as root, as in CI, Chromium refuses its sandbox
         opened = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])

@@ -29,7 +29,7 @@ def test_a_finished_cell_that_was_changed_is_named(tmp_path: Path) -> None:
     content = path.read_bytes()
     for changed in (b"", content[:40], content.replace(b"precision", b"precisiom")):
         path.write_bytes(changed)
-        with pytest.raises(InputError, match=r"cell\.msgpack cannot be read: .*rm "):
+        with pytest.raises(InputError, match=r"cell\.msgpack can't be read: .*rm "):
             read_outcome(path)
 
 

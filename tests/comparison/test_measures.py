@@ -37,7 +37,7 @@ def test_bad_lines_are_reported_in_place(tmp_path: Path) -> None:
     good, bad = read_prompts(path)
     assert good == [(1, "a red circle"), (6, "ein Kreis, grün")]
     assert [(x.line, x.reason) for x in bad] == [
-        (3, "Byte 4 is not UTF-8."),
+        (3, "Byte 4 isn't UTF-8."),
         (4, f"It has {LONGEST + 1} characters, more than the {LONGEST} that are read."),
         (5, "It holds control characters."),
     ]

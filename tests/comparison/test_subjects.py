@@ -179,7 +179,7 @@ def test_it_comes_off_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_input_is_refused() -> None:
     """One message each."""
     program = make_program("engine")
-    with pytest.raises(InputError, match="A DiffusionEngine is not a pipeline, so") as no:
+    with pytest.raises(InputError, match="A DiffusionEngine isn't a pipeline, so") as no:
         compare(program.given, "a cat")
     assert no.value.remedy == "Give a function that runs it: compare(program, lambda: ...)."
     with pytest.raises(OptionError, match="A request with more than a seed was given"):
@@ -191,6 +191,6 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(InputError, match=r"The argument \(object\) holds no module"):
         compare(object(), program.run)
     made = compare(program.given, program.run, "fp32,model=bf16")
-    assert made.rows[0].cells[1].error.startswith("What is in memory cannot be compared in")
+    assert made.rows[0].cells[1].error.startswith("What is in memory can't be compared in")
     made = compare(program.given, lambda: None, "fp32,bf16")
     assert "returned a NoneType without values" in made.rows[0].cells[0].error

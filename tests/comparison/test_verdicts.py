@@ -181,5 +181,5 @@ def test_a_failed_cell_fails_its_precision_alone() -> None:
         "fp16": "same",
     }
     bf16 = next(v for v in made.variants if v.name == "bf16")
-    assert bf16.reasons[0] == "Of 3 prompts: 2 the same picture, 1 did not run."
+    assert bf16.reasons[0] == "Of 3 prompts: 2 the same picture, 1 didn't run."
     assert "fp16 is closer to the reference than bf16 on 3 of 3 prompts." in made.reasons

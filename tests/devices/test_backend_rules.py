@@ -398,7 +398,7 @@ def test_a_gap_says_its_limits() -> None:
     operation = find_backend_rule("conv3d")
     assert operation is not None
     assert judge_format(operation, Place("cuda", (7, 0)), "bf16").reason == (
-        "conv3d is not implemented in bf16 on cuda before compute capability 8.0: cuDNN has no bf16 "
+        "conv3d isn't implemented in bf16 on cuda before compute capability 8.0: cuDNN has no bf16 "
         "convolutions there; a 3D one fails with a CUDA error."
     )
 

@@ -232,20 +232,20 @@ def test_a_file_of_the_users_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "problem"),
     [
-        ("kind =", "kind", "is not TOML: Expected '=' after a key"),
-        ('title = "My card"', "", "is not complete: Object missing required field `title`"),
+        ("kind =", "kind", "isn't TOML: Expected '=' after a key"),
+        ('title = "My card"', "", "isn't complete: Object missing required field `title`"),
         (
             'kind = "cuda"',
             'kind = "tpu"',
-            "is not complete: Invalid enum value 'tpu' - at `$.kind`",
+            "isn't complete: Invalid enum value 'tpu' - at `$.kind`",
         ),
-        ("rate = 3.0", "speed = 3.0", "is not complete: Object contains unknown field `speed`"),
-        ("rate = 3.0", "rate = -1.0", "gives formats.fp16 the rate -1.0, which is not above 0"),
+        ("rate = 3.0", "speed = 3.0", "isn't complete: Object contains unknown field `speed`"),
+        ("rate = 3.0", "rate = -1.0", "gives formats.fp16 the rate -1.0, which isn't above 0"),
         ("formats.bf16", "formats.half", "names the format half; known are fp64, fp32, bf16"),
         (
             "formats.bf16",
             "formats.fp64",
-            "does not say how bf16 is computed (table [formats.bf16])",
+            "doesn't say how bf16 is computed (table [formats.bf16])",
         ),
         ('"measured with stopdown doctor"', '" "', "gives no source for formats.fp16"),
     ],
@@ -274,7 +274,7 @@ def test_a_missing_file_is_refused() -> None:
     with pytest.raises(OptionError) as caught:
         find_device_target("nowhere.toml")
     assert str(caught.value) == (
-        "The profile nowhere.toml cannot be read: no such file or directory. "
+        "The profile nowhere.toml can't be read: no such file or directory. "
         "Name a TOML file that exists; stopdown doctor --device v100 --toml prints "
         "one to start from."
     )

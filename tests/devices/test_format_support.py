@@ -285,7 +285,7 @@ def test_a_probe_that_gives_nan_does_not_work(monkeypatch: pytest.MonkeyPatch) -
     broken = (lambda: torch.tensor([math.nan]), lambda: torch.ones(1))
     monkeypatch.setattr(format_support, "_make_operations", lambda *_: broken)
     assert format_support._time_formats(CPU)["fp16"].failure == (
-        "a sum of products of 0.125 was not finite."
+        "a sum of products of 0.125 wasn't finite."
     )
 
 

@@ -33,7 +33,7 @@ REPORTS = [
         "device": "GTX 1660 Ti",
         "model": "ACE-Step 1.5",
         "text": "Peak=nan",
-        "expected": "sound that is not finite",
+        "expected": "sound that isn't finite",
     },
     {
         "source": "https://github.com/wildminder/ComfyUI-VibeVoice/issues/69",
@@ -79,7 +79,7 @@ def test_both_forms_of_a_report_are_graded(
     judged = lines.index(
         "https://github.com/ace-step/ACE-Step-1.5/issues/1260, to be judged by a reader"
     )
-    assert lines[judged + 2] == "  expected: sound that is not finite"
+    assert lines[judged + 2] == "  expected: sound that isn't finite"
     assert lines[judged + 3].startswith("  with its facts: ")
 
 

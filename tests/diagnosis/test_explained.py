@@ -55,7 +55,7 @@ def test_a_healthy_picture_has_no_fault(tmp_path: Path) -> None:
 
 def test_a_missing_log_is_named(tmp_path: Path) -> None:
     """The message names the file."""
-    with pytest.raises(InputError, match=r"run\.log cannot be read: No such file"):
+    with pytest.raises(InputError, match=r"run\.log can't be read: No such file"):
         explain(tmp_path / "run.log")
 
 
@@ -75,7 +75,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     """A named pipe that nobody writes to, and a device, are refused before they are opened."""
     os.mkfifo(tmp_path / "pipe.log")
     for path in (tmp_path / "pipe.log", Path("/dev/zero")):
-        with pytest.raises(InputError, match=r"cannot be read: it is no file\. .*explain -$"):
+        with pytest.raises(InputError, match=r"can't be read: it is no file\. .*explain -$"):
             explain(path)
 
 

@@ -242,7 +242,7 @@ def test_options_of_models_are_refused_for_gguf(tmp_path: Path, run: Run) -> Non
     path = write_gguf(tmp_path / "x.gguf", "Q8_0", {"ff.weight": draw(4, 32).numpy()})
     code, _, err = run("check", path, "--precision", "fp16")
     assert code == 2
-    assert f"--precision cannot be used with the GGUF file {path}." in err
+    assert f"--precision can't be used with the GGUF file {path}." in err
 
 
 def test_torchao_files_are_known(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_its_parameters_are_mended_and_come_off() -> None:
     with assert_untouched(pipe), mend(pipe, device="v100") as mending:
         assert mending.done == (
             "unet: 5 GroupNorm32 cast their input to fp32 themselves: 10 parameters of theirs are fp32; "
-            "the bits that a cast took are not back.",
+            "the bits that a cast took aren't back.",
         )
         assert mending.remaining == []
         (mended,) = pipe()

@@ -56,10 +56,10 @@ def test_whatever_the_bytes_are_there_is_one_exception(content: bytes) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "it is not JSON at line 1, column 1: Expecting value"),
-        (b'{"a": 1,\n}', "it is not JSON at line 2, column 1: Expecting property name"),
-        ("\ufeff{}".encode(), "it is not JSON at line 1, column 1: Unexpected UTF-8 BOM"),
-        (b"\xff{}", "it is not UTF-8 at byte 0"),
+        (b"", "it isn't JSON at line 1, column 1: Expecting value"),
+        (b'{"a": 1,\n}', "it isn't JSON at line 2, column 1: Expecting property name"),
+        ("\ufeff{}".encode(), "it isn't JSON at line 1, column 1: Unexpected UTF-8 BOM"),
+        (b"\xff{}", "it isn't UTF-8 at byte 0"),
         (b'{"a": NaN}', "it holds the number NaN"),
         (b'{"a": -Infinity}', "it holds the number -Infinity"),
         (b'{"a": ' + b"9" * 5000 + b"}", "it holds an integer of 5000 digits"),
@@ -94,7 +94,7 @@ def test_only_regular_files_of_a_size_are_read(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "large").write_bytes(b" " * 11)
     for name, said in {
-        "pipe": "it is not a regular file",
+        "pipe": "it isn't a regular file",
         ".": "is a directory",
         "loop": "too many levels of symbolic links",
         "nothing": "no such file or directory",

@@ -65,8 +65,8 @@ def test_the_longest_name_works_and_a_longer_one_is_refused(tmp_path: Path) -> N
     with written_beside(longest) as part:
         part.write_text("{}")
     assert longest.read_text() == "{}"
-    assert "could not be written: the name is too long." in refuse(tmp_path / ("a" * 256))
-    assert "could not be written: the name is too long." in refuse(tmp_path / ("a" * 256) / "b")
+    assert "couldn't be written: the name is too long." in refuse(tmp_path / ("a" * 256))
+    assert "couldn't be written: the name is too long." in refuse(tmp_path / ("a" * 256) / "b")
 
 
 def test_links_are_followed(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_links_are_followed(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink()
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
-    assert "could not be written: its links lead in a circle." in refuse(tmp_path / "a")
+    assert "couldn't be written: its links lead in a circle." in refuse(tmp_path / "a")
     (tmp_path / "far").symlink_to(tmp_path / "none" / "file")
     with written_beside(tmp_path / "far") as part:
         part.write_text("new")
@@ -154,7 +154,7 @@ def test_what_ends_early_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
     if isinstance(failure, OSError):
         assert str(caught.value) == (
-            f"The output {tmp_path / 'out'} could not be written: the disk is full. Nothing "
+            f"The output {tmp_path / 'out'} couldn't be written: the disk is full. Nothing "
             f"half-written was left behind. Free some space, or choose another disk {option}."
         )
 
@@ -172,7 +172,7 @@ def test_what_is_taken_meanwhile_stays(tmp_path: Path) -> None:
         fill()
     kept = tmp_path / "plan-2.json"
     assert str(caught.value) == (
-        f"The output {target} could not be put into its place: The output {target} would replace a "
+        f"The output {target} couldn't be put into its place: The output {target} would replace a "
         f"letter. It is whole, and was kept as {kept}. Move it: mv {kept} PLACE"
     )
     assert (target.read_text(), kept.read_text()) == ("mine", "new")

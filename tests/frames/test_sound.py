@@ -112,15 +112,15 @@ def test_what_is_no_sound_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.wav").write_bytes(b"RIFF" + bytes(60))
     write_media(tmp_path / "a.mp4", np.zeros((2, 32, 32, 3), np.uint8))
     for name in ("a.wav", "a.mp4", "absent.wav"):
-        with pytest.raises(InputError, match=rf"{name} cannot be read as sound: .* save it again"):
+        with pytest.raises(InputError, match=rf"{name} can't be read as sound: .* save it again"):
             read_sound(tmp_path / name)
 
 
 @pytest.mark.parametrize(
     ("path", "frames", "words"),
     [
-        ("a.mp4", 0, "a.mp4 is not a file of sound, .* Use -o a.wav."),
-        ("a", 0, "The output a is not a file of sound, .* Use -o a.wav."),
+        ("a.mp4", 0, "a.mp4 isn't a file of sound, .* Use -o a.wav."),
+        ("a", 0, "The output a isn't a file of sound, .* Use -o a.wav."),
         ("a.wav", 9, "a.wav is a file of sound, and the pipeline makes pictures. .* Use -o a.mp4."),
         ("a.flac", 1, "a.flac is a file of sound, .* Use -o a.png."),
     ],

@@ -112,7 +112,7 @@ def find_faults(attack: Attack, outcome: Outcome, folder: Path) -> Iterator[str]
         yield "a control character"
     wanted = attack.message.replace("{folder}", str(folder))
     if not find_message(outcome).startswith(wanted):
-        yield f"the message does not begin with {wanted!r}"
+        yield f"the message doesn't begin with {wanted!r}"
     for path in outcome.changed:
         if not any(fnmatchcase(path, pattern) for pattern in (*attack.left, *_KEPT)):
             yield f"{path} was left, changed or removed"

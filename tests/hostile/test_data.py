@@ -119,7 +119,7 @@ RECORDS = [
             REPORT,
             damage_run(damage),
             2,
-            "The file {folder}/file.json is not a record of Stopdown: " + said,
+            "The file {folder}/file.json isn't a record of Stopdown: " + said,
         )
         for kind, (damage, said) in LARGER.items()
     ),
@@ -129,9 +129,9 @@ RECORDS = [
             REPORT,
             put_run(**{field: value}),
             2,
-            "The text is not a RunRecord: Expected"
+            "The text isn't a RunRecord: Expected"
             if field != "calls"
-            else "The text is not a RunRecord: Object missing required field",
+            else "The text isn't a RunRecord: Object missing required field",
         )
         for field, value in WRONG_FIELDS.items()
     ),
@@ -167,7 +167,7 @@ RECORDS = [
         REPORT,
         write(b'{"kind": "run"}'),
         2,
-        "The text is not a RunRecord: Object missing",
+        "The text isn't a RunRecord: Object missing",
     ),
 ]
 
@@ -287,14 +287,14 @@ def take_plan(name: str, make: Damage, message: str) -> Attack:
     return Attack(f"convert: {name}", build, 2, message)
 
 
-NO_PLAN = "{folder}/plan.json is not a plan. The text is not a Plan: "
+NO_PLAN = "{folder}/plan.json isn't a plan. The text isn't a Plan: "
 SYSTEM = ("huge", "pipe", "folder", "loop", "link to nothing")
 PLANS = [
     *(
         take_plan(
             kind,
             put_plan(damage),
-            f"The plan {{folder}}/plan.json cannot be read: {said}"
+            f"The plan {{folder}}/plan.json can't be read: {said}"
             if kind in SYSTEM
             else NO_PLAN + ("" if kind in ("a list", "a word") else said),
         )
@@ -315,17 +315,17 @@ PLANS = [
         "The plan {folder}/plan.json was edited: its content",
     ),
     take_plan(
-        "a run", put_plan(kind="run"), "{folder}/plan.json is not a plan. The Plan has kind 'run'."
+        "a run", put_plan(kind="run"), "{folder}/plan.json isn't a plan. The Plan has kind 'run'."
     ),
     take_plan(
         "a newer schema",
         put_plan(schema=4),
-        "{folder}/plan.json is not a plan. The Plan has schema 4.",
+        "{folder}/plan.json isn't a plan. The Plan has schema 4.",
     ),
     take_plan(
         "a field more",
         put_plan(more=1),
-        "{folder}/plan.json is not a plan. The Plan has fields that",
+        "{folder}/plan.json isn't a plan. The Plan has fields that",
     ),
 ]
 
@@ -399,7 +399,7 @@ def list_explained() -> Iterator[Attack]:
                 f"explain FILE{suffix}",
                 cut(put_picture, share),
                 2,
-                "The file {folder}/file" + suffix + " cannot be read as a picture: ",
+                "The file {folder}/file" + suffix + " can't be read as a picture: ",
             )
     for suffix in (".png", ".jpg", ".log", ".mp4"):
         yield give(
@@ -407,7 +407,7 @@ def list_explained() -> Iterator[Attack]:
             f"explain FILE{suffix}",
             lambda path: os.mkfifo(path),
             2,
-            "The file {folder}/file" + suffix + " cannot be read: ",
+            "The file {folder}/file" + suffix + " can't be read: ",
         )
         yield give(
             f"a loop named {suffix}",
@@ -429,7 +429,7 @@ def list_explained() -> Iterator[Attack]:
             f"explain FILE{suffix}",
             write(b"no frames" * 99),
             2,
-            "The file {folder}/file" + suffix + " cannot be read as a video: ",
+            "The file {folder}/file" + suffix + " can't be read as a video: ",
         )
     for share in (0, 0.2, 0.6):
         for suffix in (".mp4", ".gif"):
@@ -439,14 +439,14 @@ def list_explained() -> Iterator[Attack]:
                     f"explain FILE{suffix}",
                     cut(put_clip, share),
                     2,
-                    "The file {folder}/file" + suffix + " cannot be read as a video: ",
+                    "The file {folder}/file" + suffix + " can't be read as a video: ",
                 )
     yield give(
         "a list of videos (concat)",
         "explain FILE.mp4",
         put_playlist("ffconcat version 1.0\nfile secret.mp4\n"),
         2,
-        "The file {folder}/file.mp4 cannot be read as a video: ",
+        "The file {folder}/file.mp4 can't be read as a video: ",
     )
 
     yield give(
@@ -454,7 +454,7 @@ def list_explained() -> Iterator[Attack]:
         "explain FILE.png",
         write(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(x) print\n"),
         2,
-        "The file {folder}/file.png cannot be read as a picture: cannot identify",
+        "The file {folder}/file.png can't be read as a picture: cannot identify",
     )
 
     yield give(
@@ -462,7 +462,7 @@ def list_explained() -> Iterator[Attack]:
         "explain FILE.png",
         put_bomb,
         2,
-        "The file {folder}/file.png cannot be read as a picture: ",
+        "The file {folder}/file.png can't be read as a picture: ",
     )
 
     for word in ("bf16 ", "only supports ", "from_pretrained("):
@@ -484,7 +484,7 @@ def list_explained() -> Iterator[Attack]:
         "explain FILE.log",
         write(bytes(range(256)) * 50),
         2,
-        "The file {folder}/file.log cannot be read: it is not text.",
+        "The file {folder}/file.log can't be read: it isn't text.",
     )
     yield give(
         "control sequences",
@@ -518,15 +518,15 @@ PROFILES = [
     *(
         give(name, ASKED, make, 2, "The profile {folder}/file.toml " + said)
         for name, make, said in (
-            ("not TOML", write(b"name ="), "is not TOML: "),
-            ("deep brackets", write(b"a = " + b"[" * 30_000), "is not TOML: "),
-            ("5000 digits", put_profile(gib="9" * 5000), "is not TOML: "),
-            ("not UTF-8", write(b"name = '\xff'"), "cannot be read: "),
-            ("a pipe", lambda path: os.mkfifo(path), "cannot be read: it is not a regular file"),
+            ("not TOML", write(b"name ="), "isn't TOML: "),
+            ("deep brackets", write(b"a = " + b"[" * 30_000), "isn't TOML: "),
+            ("5000 digits", put_profile(gib="9" * 5000), "isn't TOML: "),
+            ("not UTF-8", write(b"name = '\xff'"), "can't be read: "),
+            ("a pipe", lambda path: os.mkfifo(path), "can't be read: it isn't a regular file"),
             (
                 "a rate of NaN",
                 put_profile(rate="nan"),
-                "gives formats.fp32 the rate nan, which is not above 0",
+                "gives formats.fp32 the rate nan, which isn't above 0",
             ),
             (
                 "an endless rate",
@@ -541,7 +541,7 @@ PROFILES = [
             (
                 "an unknown state",
                 put_profile(state="fine"),
-                "is not complete: Invalid enum value 'fine'",
+                "isn't complete: Invalid enum value 'fine'",
             ),
         )
     ),
@@ -588,8 +588,8 @@ GIVEN = [
     *(
         take_file(f"prompts: {name}", COMPARED, make, "The prompt file {folder}/file.txt " + said)
         for name, make, said in (
-            ("none", void, "cannot be read: no such file"),
-            ("a pipe", lambda path: os.mkfifo(path), "cannot be read: it is not a regular file"),
+            ("none", void, "can't be read: no such file"),
+            ("a pipe", lambda path: os.mkfifo(path), "can't be read: it isn't a regular file"),
             ("a million lines", write(b"\n" * 10**6), "has 1000000 lines."),
             ("not UTF-8", write(b"\xff\xfe\n"), "holds no prompt: line 1: byte 1 is not utf-8"),
             (
@@ -660,7 +660,7 @@ JOURNALS: dict[str, tuple[Damage, int, str]] = {
     "a pipe as head": (
         lambda path: os.mkfifo(path),
         2,
-        "The folder {folder}/journal is not a journal: it contains run.journal.",
+        "The folder {folder}/journal isn't a journal: it contains run.journal.",
     ),
 }
 

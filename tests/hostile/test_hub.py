@@ -84,8 +84,8 @@ CASES: list[tuple[str, Callable[[HubServer], None], str]] = [
         announce('"../../evil"', WEIGHTS),
         "The Hub at ENDPOINT answered with",
     ),
-    ("no answer to anything", be_silent(""), "The Hub at ENDPOINT does not answer."),
-    ("no answer for weights", be_silent(WEIGHTS), "The Hub at ENDPOINT does not answer."),
+    ("no answer to anything", be_silent(""), "The Hub at ENDPOINT doesn't answer."),
+    ("no answer for weights", be_silent(WEIGHTS), "The Hub at ENDPOINT doesn't answer."),
 ]
 
 

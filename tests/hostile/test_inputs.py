@@ -16,33 +16,33 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 FILES = ("--image", "--mask", "--control-image")
 
 CONTENTS: Mapping[str, tuple[bytes | None, str]] = {
-    "absent": (None, "The file {file} cannot be read: there is no such file."),
-    "empty": (b"", "The file {file} cannot be read as a picture: "),
-    "text": (b"a picture", "The file {file} cannot be read as a picture: "),
+    "absent": (None, "The file {file} can't be read: there is no such file."),
+    "empty": (b"", "The file {file} can't be read as a picture: "),
+    "text": (b"a picture", "The file {file} can't be read as a picture: "),
     "truncated": (
         b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
-        "The file {file} cannot be read as a picture: ",
+        "The file {file} can't be read as a picture: ",
     ),
 }
 """What stands in a file, and what is said of it."""
 
 NUMBERS: Mapping[str, str] = {
-    "0": "--strength 0.0 is not above 0 and at most 1.",
-    "-1": "--strength -1.0 is not above 0 and at most 1.",
-    "2": "--strength 2.0 is not above 0 and at most 1.",
-    "nan": "--strength nan is not a number.",
-    "inf": "--strength inf is not a number.",
+    "0": "--strength 0.0 isn't above 0 and at most 1.",
+    "-1": "--strength -1.0 isn't above 0 and at most 1.",
+    "2": "--strength 2.0 isn't above 0 and at most 1.",
+    "nan": "--strength nan isn't a number.",
+    "inf": "--strength inf isn't a number.",
 }
 
 UNWANTED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "mask alone": (("--mask", "PICTURE"), "StableDiffusionInpaintPipeline needs --image, "),
     "control picture": (
         ("--control-image", "PICTURE"),
-        "StableDiffusionPipeline does not take --control-image.",
+        "StableDiffusionPipeline doesn't take --control-image.",
     ),
     "strength alone": (
         ("--strength", "0.5"),
-        "StableDiffusionPipeline does not take --strength.",
+        "StableDiffusionPipeline doesn't take --strength.",
     ),
     "no step": (
         ("--image", "PICTURE", "--strength", "0.5"),

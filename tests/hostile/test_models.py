@@ -76,18 +76,18 @@ def enlarge(path: Path) -> None:
 
 
 UNREADABLE: Mapping[str, tuple[Damage, str]] = {
-    "empty": (write(b""), "it is not JSON at line 1, column 1"),
-    "not JSON": (write(b"{"), "it is not JSON at line 1"),
+    "empty": (write(b""), "it isn't JSON at line 1, column 1"),
+    "not JSON": (write(b"{"), "it isn't JSON at line 1"),
     "a list": (write(b"[]"), "it holds a list and not a table"),
     "a word": (write(b'"table"'), "it holds a str and not a table"),
     "deep": (write(b'{"a":' * 100_000), "it is nested deeper than 64"),
     "deep and whole": (put_in("[" * 500 + "]" * 500), "it is nested deeper than 64"),
     "NaN": (put_in("NaN"), "it holds the number NaN"),
     "5000 digits": (put_in("9" * 5000), "it holds an integer of 5000 digits"),
-    "UTF-16": (write('{"a": 1}'.encode("utf-16")), "it is not UTF-8 at byte 0"),
+    "UTF-16": (write('{"a": 1}'.encode("utf-16")), "it isn't UTF-8 at byte 0"),
     "half a pair": (put_in('"\\ud83d"'), "it holds half of a surrogate pair"),
     "huge": (enlarge, "it has 73400320 bytes, and at most"),
-    "pipe": (replace(os.mkfifo), "it is not a regular file"),
+    "pipe": (replace(os.mkfifo), "it isn't a regular file"),
     "folder": (replace(Path.mkdir), "is a directory"),
     "loop": (
         replace(lambda path: path.symlink_to(path.name)),
@@ -143,7 +143,7 @@ PRODUCT = [
         f"{file} {kind}",
         command,
         damage_file(file, damage),
-        f"MODEL/{file} cannot be read as a table in JSON: {said}",
+        f"MODEL/{file} can't be read as a table in JSON: {said}",
     )
     for file in FILES
     for kind, (damage, said) in UNREADABLE.items()
@@ -237,7 +237,7 @@ CLASSES = grow_rows(
         (
             "a pipeline of a newer Diffusers",
             fields(INDEX, _class_name="CogVideoY"),
-            "MODEL/model_index.json names the pipeline class 'CogVideoY', which Diffusers does not",
+            "MODEL/model_index.json names the pipeline class 'CogVideoY', which Diffusers doesn't",
         ),
     ]
 )
@@ -348,7 +348,7 @@ def in_place(make: Callable[[Path], object], file: str = WEIGHTS) -> Damage:
 
 
 HUGE = {"proj_out.bias": {"dtype": "F32", "shape": [2**62] * 64, "data_offsets": [0, 4]}}
-HEADER = "its header cannot be read as JSON: "
+HEADER = "its header can't be read as JSON: "
 HEADERS = grow_rows(
     [
         (name, damage, DAMAGED + said)
@@ -364,7 +364,7 @@ HEADERS = grow_rows(
                 lambda model: os.truncate(model / WEIGHTS, 9000),
                 "its values should take",
             ),
-            ("a pipe as weights", in_place(os.mkfifo), HEADER + "it is not a regular file"),
+            ("a pipe as weights", in_place(os.mkfifo), HEADER + "it isn't a regular file"),
             ("a folder as weights", in_place(Path.mkdir), HEADER + "is a directory"),
             (
                 "weights that link to themselves",
@@ -395,7 +395,7 @@ SHARDS = grow_rows(
             (
                 "a deep index",
                 index_as("[" * 100_000),
-                "cannot be read as an index of shards: it is nested",
+                "can't be read as an index of shards: it is nested",
             ),
         )
     ],
@@ -423,7 +423,7 @@ def add_tensor(name: str, file: str = WEIGHTS) -> Damage:
 
 
 def misfit(component: str) -> str:
-    return f"The weights in MODEL/{component} do not match the model: "
+    return f"The weights in MODEL/{component} don't match the model: "
 
 
 MISFITS = grow_rows(
@@ -522,20 +522,20 @@ UNBUILDABLE = [
     for row in (
         *grow_rows([(name, damage, misfit(component))], ("generate",)),
         *grow_rows(
-            [(name, damage, f"{class_name} could not be built from MODEL/{component}: ")],
+            [(name, damage, f"{class_name} couldn't be built from MODEL/{component}: ")],
             ("check", "plan"),
         ),
     )
 ]
 
-PIPELINE = "CogVideoXPipeline could not be built from MODEL: "
+PIPELINE = "CogVideoXPipeline couldn't be built from MODEL: "
 SIDES = [
     row
     for name, damage, said in (
         (
             "a schedule of no kind",
             fields(SCHEDULER, beta_schedule="os.system"),
-            "os.system is not implemented",
+            "os.system isn't implemented",
         ),
         ("a schedule as text", fields(SCHEDULER, num_train_timesteps="many"), "linspace()"),
     )
@@ -546,7 +546,7 @@ SIDES = [
                 (
                     name,
                     damage,
-                    f"CogVideoXDDIMScheduler could not be built from MODEL/scheduler: {said}",
+                    f"CogVideoXDDIMScheduler couldn't be built from MODEL/scheduler: {said}",
                 )
             ],
             ("check", "plan"),
@@ -570,17 +570,17 @@ FORECASTS = [
         (
             "sample sizes as text",
             fields(DENOISER, sample_height="tall"),
-            "CogVideoXPipeline cannot be run without values: not all arguments converted",
+            "CogVideoXPipeline can't be run without values: not all arguments converted",
         ),
         (
             "a pipeline of other components",
             fields(INDEX, _class_name="StableDiffusionPipeline"),
-            "StableDiffusionPipeline cannot be run without values: 'NoneType' object has no",
+            "StableDiffusionPipeline can't be run without values: 'NoneType' object has no",
         ),
     )
 ]
 
-NEEDS = "needs a library that is not here: "
+NEEDS = "needs a library that isn't here: "
 QUANTISED = grow_rows(
     [
         (f"{file} quantised by {value!r:.40}", fields(file, quantization_config=value), said)
@@ -633,7 +633,7 @@ PLACES = grow_rows(
         (
             "the model is a pipe",
             swap("", os.mkfifo),
-            "The file MODEL is not a .safetensors or .gguf file.",
+            "The file MODEL isn't a .safetensors or .gguf file.",
         ),
         (
             "the model links to itself",
@@ -663,7 +663,7 @@ PLACES = grow_rows(
         (
             "a generation config is a pipe",
             swap("text_encoder/generation_config.json", os.mkfifo),
-            "MODEL/text_encoder/generation_config.json cannot be read",
+            "MODEL/text_encoder/generation_config.json can't be read",
         ),
         (
             "an index of shards is a pipe",
@@ -684,15 +684,15 @@ WORDS = [
     for name, word, message in (
         ("no word", "", "The folder . has no model_index.json."),
         ("two dots", "..", "The folder .. has no model_index.json."),
-        ("a device", "/dev/zero", "The file /dev/zero is not a .safetensors or .gguf file."),
+        ("a device", "/dev/zero", "The file /dev/zero isn't a .safetensors or .gguf file."),
         (
             "a proc file",
             "/proc/self/mem",
-            "The file /proc/self/mem is not a .safetensors or .gguf file.",
+            "The file /proc/self/mem isn't a .safetensors or .gguf file.",
         ),
         ("a long name", "a" * 5000, "The model 'aaaa"),
         ("control signs", "\x1b[2Jshapes", "The model '\\x1b[2Jshapes' is unknown."),
-        ("a Hub id of dots", "owner/..", "The model owner/.. is not completely on this computer"),
+        ("a Hub id of dots", "owner/..", "The model owner/.. isn't completely on this computer"),
         ("a home of nobody", "~nobody-at-all/model", "There is no file or folder ~nobody-at-all"),
     )
 ]

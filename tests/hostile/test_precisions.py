@@ -25,8 +25,8 @@ TEXTS: Mapping[str, tuple[str, str]] = {
     "format": ("fp12", "The precision 'fp12' is unknown. Known values are fp32, bf16, fp16, "),
     "8 bits": ("vae=fp8", "The precision 'fp8' is unknown."),
     "control sequence": ("\x1b[2J", "The precision '\\x1b[2J' is unknown."),
-    "no component": ("=fp16", "The entry '=fp16' of a precision does not name"),
-    "bare entry": ("vae=fp16,bf16", "The entry 'bf16' of a precision does not name"),
+    "no component": ("=fp16", "The entry '=fp16' of a precision doesn't name"),
+    "bare entry": ("vae=fp16,bf16", "The entry 'bf16' of a precision doesn't name"),
     "contradiction": ("vae=fp16,vae=bf16", "The precision asks for vae=fp16 and for vae=bf16."),
     "long": ("x" * 5000, "The precision 'xxxxx"),
 }
@@ -106,10 +106,10 @@ def remove_weights(folder: Path) -> None:
         path.unlink()
 
 
-DOES_NOT_BELONG = "The plan for model does not belong here: "
+DOES_NOT_BELONG = "The plan for model doesn't belong here: "
 PLANS: Mapping[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (lambda path: None, "The plan {folder}/plan.json cannot be read"),
-    "FIFO": (os.mkfifo, "The plan {folder}/plan.json cannot be read"),
+    "missing": (lambda path: None, "The plan {folder}/plan.json can't be read"),
+    "FIFO": (os.mkfifo, "The plan {folder}/plan.json can't be read"),
     "other class": (
         lambda path: write_bare(path, transformer="Other"),
         DOES_NOT_BELONG + "transformer was a Other",
@@ -121,7 +121,7 @@ PLANS: Mapping[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no such module": (
         lambda path: write_bare(path, "nowhere.at_all"),
-        "The plan for model does not fit the pipeline: ",
+        "The plan for model doesn't fit the pipeline: ",
     ),
 }
 """What stands where a plan should, and what `check` says of it, which needs no weights."""

@@ -51,7 +51,7 @@ def test_another_code_and_another_message_are_caught(tmp_path: Path) -> None:
     """Both are named at once."""
     with pytest.raises(AssertionError, match="exit code 2, not 1") as caught:
         run_attack(make_row("behave", exit_code=1, message="This is right."), tmp_path)
-    assert "the message does not begin with 'This is right.'" in str(caught.value)
+    assert "the message doesn't begin with 'This is right.'" in str(caught.value)
 
 
 @pytest.mark.thorough
@@ -86,7 +86,7 @@ def name_nothing(folder: Path) -> list[str]:
 
 
 ROWS = (
-    Attack("index cut off", cut_index, 2, "{folder}/model/model_index.json cannot be read as"),
+    Attack("index cut off", cut_index, 2, "{folder}/model/model_index.json can't be read as"),
     Attack("no such folder", name_nothing, 2, "There is no file or folder {folder}/nowhere."),
     Attack("no such command", lambda _: ["genrate"], 2, "No such command 'genrate'."),
 )

@@ -189,7 +189,7 @@ def list_signals() -> Iterator[Attack]:
 
 def list_disks() -> Iterator[Attack]:
     """A file that may not grow, found only when the result is written."""
-    grew = "The output OUTPUT could not be written: the file grew larger than this system allows."
+    grew = "The output OUTPUT couldn't be written: the file grew larger than this system allows."
     for name in WRITING:
         yield make_row(name, "limit 100", 1, grew)
 
@@ -215,7 +215,7 @@ def list_places() -> Iterator[Attack]:
         yield make_row(
             name, "none", 2, "The output OUTPUT is a device.", label="device", before=put_null
         )
-        circle = "The output OUTPUT could not be written: its links lead in a circle."
+        circle = "The output OUTPUT couldn't be written: its links lead in a circle."
         yield make_row(name, "none", 2, circle, label="links in a circle", before=put_loop)
         yield refuse_name(name, "/proc", "The output /proc/")
         yield refuse_name(name, f"disk/{'a' * 256}", "The output disk/aaa")
@@ -244,12 +244,12 @@ def list_foreign() -> Iterator[Attack]:
                 (disk / command.output).write_text("mine")
 
         what = {
-            "plan": "OUTPUT would replace a file that Stopdown did not write as a record.",
-            "convert": "OUTPUT would replace a folder that convert did not write.",
+            "plan": "OUTPUT would replace a file that Stopdown didn't write as a record.",
+            "convert": "OUTPUT would replace a folder that convert didn't write.",
             "compare": "OUTPUT would replace a file that is no page of Stopdown.",
             "report": "OUTPUT would replace a file that is no page of Stopdown.",
-            "frames": "folder OUTPUT is not empty.",
-            "check": "folder OUTPUT is not empty.",
+            "frames": "folder OUTPUT isn't empty.",
+            "check": "folder OUTPUT isn't empty.",
         }
         if name in what:
             yield make_row(
@@ -266,7 +266,7 @@ def list_foreign() -> Iterator[Attack]:
 
 def list_streams() -> Iterator[Attack]:
     """Standard output that is full, closed, or read no more: everything was written by then."""
-    full = "Standard output could not be written: the disk is full."
+    full = "Standard output couldn't be written: the disk is full."
     for name in QUICK:
         left = list_written(name)
         yield make_row(name, "stdout full", 1, full, left=left)
@@ -333,7 +333,7 @@ def test_a_disk_that_is_full_or_read_only(
     """A real disk of 4 KiB, and one that is mounted read-only: one message with the cause."""
     if not can_mount():
         pytest.skip("a process may not mount a disk of its own here")
-    said = f"The output OUTPUT could not be written: {cause}."
+    said = f"The output OUTPUT couldn't be written: {cause}."
     run_attack(make_row(name, f"mount {kind}", code, said), tmp_path)
 
 
@@ -345,9 +345,7 @@ def test_repairs_of_a_script_are_written_whole(tmp_path: Path) -> None:
         (folder / "plan.json").write_text(to_json(make_plan()))
         return ["run", "--plan", "plan.json", "--keep-repairs", "script.py"]
 
-    full = (
-        "The output plan.json could not be written: the file grew larger than this system allows."
-    )
+    full = "The output plan.json couldn't be written: the file grew larger than this system allows."
     for place, (fault, code, message, left) in enumerate(
         (
             ("signal SIGTERM", 143, "Stopped by SIGTERM, while the script ran.", ()),
@@ -399,11 +397,9 @@ def list_journals() -> Iterator[Attack]:
             copy_tiny(folder)
             return words
 
-        said = f"The journal {{folder}}/disk/journal cannot be written: {cause}."
+        said = f"The journal {{folder}}/disk/journal can't be written: {cause}."
         message = (
-            said
-            if cause
-            else "The folder {folder}/disk/journal is not a journal: it contains mine."
+            said if cause else "The folder {folder}/disk/journal isn't a journal: it contains mine."
         )
         yield Attack(f"journal: {label}", build, 2, message)
 

@@ -75,7 +75,7 @@ def test_a_disk_without_room_for_weights_is_a_message(tmp_path: Path) -> None:
     said = str(caught.value)
     assert said.startswith(f"Weights kept on disk need 4000 bytes in {tmp_path}")
     assert said.endswith(
-        "File too large. On the CPU, weights that do not fit into `memory` are written to the "
+        "File too large. On the CPU, weights that don't fit into `memory` are written to the "
         "folder for temporary files. So are weights that are large compared with the machine's "
         "memory. Free some space "
         "there, set TMPDIR to another disk, or give a larger `memory`."

@@ -704,7 +704,7 @@ def check(d: Draft) -> tuple[int, Node]:
         ):
             again = stopdown_verify.main(command)
         line = said.getvalue()
-        begins = {1: "Refused. ", 2: "Cannot be read. "}[code]
+        begins = {1: "Refused. ", 2: "Can't be read. "}[code]
         assert (again, out.getvalue(), line.count("\n")) == (code, "", 1), line
         assert line.startswith(begins), line
         assert line.rstrip("\n").isprintable(), line
@@ -721,5 +721,5 @@ def judge(certificate: Node, found: Node, folder: Path, seed: int) -> list[str]:
             tensors = load(folder / name, stated["files"])
             lies += [f"{name}: {x}" for x in find_lies(stated, said[name], tensors, seed)]
         except (ValueError, IndexError, KeyError, RuntimeError) as error:
-            lies.append(f"{name} cannot be run: {error}")
+            lies.append(f"{name} can't be run: {error}")
     return lies

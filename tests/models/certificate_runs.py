@@ -460,5 +460,5 @@ def load(folder: Path, files: Sequence[str]) -> dict[str, Tensor]:
             with safe_open(folder / taken, framework="pt") as file:
                 found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         except Exception as error:
-            raise ValueError(f"{taken} cannot be loaded: {error}") from error
+            raise ValueError(f"{taken} can't be loaded: {error}") from error
     return found

@@ -526,7 +526,7 @@ def judge(seed: int, most: int = MOST_STEPS) -> Verdict:
     module = RandomGraph(seed, most)
     found, later = Verdict(seed, module.said), list(_run_later(module))
     if not later:
-        found.outcome, found.why = "refused", "a value is not finite in fp32"
+        found.outcome, found.why = "refused", "a value isn't finite in fp32"
         return found
     reference = later.pop(0)[2]
     before = Before(

@@ -277,8 +277,8 @@ def test_a_loop_that_never_ends_in_fp16_is_left(monkeypatch: pytest.MonkeyPatch)
         cast_(module, torch.float16, rescaling)
         assert relative_l2(module(x.half()).float(), before) < 1e-3
     assert str(caught.value) == (
-        "The code of Halving had not ended after 2,000 operations in fp16. A loop that goes on until "
-        "values are small does not end for values that fp16 cannot hold. Run it in bf16 or fp32."
+        "The code of Halving hadn't ended after 2,000 operations in fp16. A loop that goes on until "
+        "values are small doesn't end for values that fp16 can't hold. Run it in bf16 or fp32."
     )
 
 

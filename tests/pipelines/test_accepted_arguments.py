@@ -34,8 +34,8 @@ def test_names_behind_keywords_are_read_from_the_code() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"clip_skp": 1}, r"does not take the argument clip_skp\. .*Give clip_skip instead\."),
-        ({"colour": "red"}, r"does not take the argument colour\. .*Leave colour out\."),
+        ({"clip_skp": 1}, r"doesn't take the argument clip_skp\. .*Give clip_skip instead\."),
+        ({"colour": "red"}, r"doesn't take the argument colour\. .*Leave colour out\."),
         ({"eta": "abc"}, r"expects a number for eta, not 'abc'\. .*such as eta=0\."),
         (
             {"clip_skip": "two"},

@@ -116,7 +116,7 @@ def casting(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     ],  # a plan: a minute
 )
 @pytest.mark.filterwarnings("ignore:1 call of .* not certified")
-@pytest.mark.filterwarnings("ignore:.*The pipeline does not call it")
+@pytest.mark.filterwarnings("ignore:.*The pipeline doesn't call it")
 @pytest.mark.filterwarnings("ignore:`connectors` returned finite values")
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of bf16's reference
 def test_a_pipeline_casts_states_of_a_hundred_thousand_itself(

@@ -177,7 +177,7 @@ def test_autocast_that_a_program_enters_by_itself_is_read() -> None:
 def test_bad_input_is_refused() -> None:
     """One message each: nobody knows how it runs, nothing is called, and options of pipelines."""
     program = make_program("engine")
-    with pytest.raises(InputError, match="A DiffusionEngine is not a pipeline, so") as no:
+    with pytest.raises(InputError, match="A DiffusionEngine isn't a pipeline, so") as no:
         check(program.given)
     assert no.value.remedy == "Give a function that runs it: check(program, run=lambda: ...)."
     with pytest.raises(InputError, match=r"The run called no module of the DiffusionEngine\."):

@@ -54,7 +54,7 @@ def test_the_bundled_model_under_six_precisions(tmp_path: Path) -> None:
 
 def visit(path: Path) -> tuple[list[str], list[str]]:
     """What a page says on the console, and what it asks for, once its first prompt is shown."""
-    driver = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    driver = pytest.importorskip("playwright.sync_api", reason="playwright isn't installed")
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("there is no Chromium on this machine: apt-get install chromium")

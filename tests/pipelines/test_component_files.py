@@ -126,7 +126,7 @@ def test_a_file_of_an_unknown_model_is_refused(folder: Path, tmp_path: Path) -> 
     for config, message in (
         (
             None,
-            f"Diffusers does not know what model {path} is; its first tensor is 'strange.weight'.",
+            f"Diffusers doesn't know what model {path} is; its first tensor is 'strange.weight'.",
         ),
         (
             folder,
@@ -265,7 +265,7 @@ def test_a_part_without_calls_is_explained(save: Callable[[str], Source]) -> Non
         OptionError, match=r"as vae\.encode and vae\.decode, and a call without a name"
     ):
         measure_pipeline(save("vae"), prompts=[{"z": torch.ones(1)}])
-    with pytest.raises(OptionError, match=r"^unet did not run as recorded: "):
+    with pytest.raises(OptionError, match=r"^unet didn't run as recorded: "):
         measure_pipeline(save("unet"), prompts=[{"x": torch.ones(1)}])
 
 
@@ -290,9 +290,7 @@ def test_a_component_folder_describes_a_part(save: Callable[[str], Source], fold
     assert complete_source(source).components == {"unet": ("diffusers", "UNet2DConditionModel")}
     plan = measure_pipeline(source, prompts=[make_call()])
     assert plan.components[0].precision == "fp16"
-    with pytest.raises(
-        SourceError, match="is that of a component, and does not say how a pipeline"
-    ):
+    with pytest.raises(SourceError, match="is that of a component, and doesn't say how a pipeline"):
         certify_plan(source)
 
 

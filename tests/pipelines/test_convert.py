@@ -254,8 +254,8 @@ def test_force_replaces_a_file_with_its_mark_alone(
     damaged = tmp_path / "damaged.safetensors"
     damaged.write_text("mine")
     for place, force, message in (
-        (foreign, True, "would replace a file that convert did not write."),
-        (damaged, True, "would replace a file that convert did not write."),
+        (foreign, True, "would replace a file that convert didn't write."),
+        (damaged, True, "would replace a file that convert didn't write."),
         (marked, False, 'holds a model that convert wrote before. .* Add allow="overwrite" to'),
     ):
         with pytest.raises(OutputError, match=message):
@@ -312,7 +312,7 @@ def test_rows_that_are_wanted_differently_are_refused() -> None:
     with pytest.raises(Exception, match=r"^unet:q needs 2\*\*0 in rows of the file that other"):
         spread_exponents(transposed, {"unet": {"q[0:1]": -3}}, ())
     computed = make_rows(torch.tensor([[2.0] * 3, [3.0] * 3]), strange=("q",))
-    with pytest.raises(Exception, match=r"^unet:q is not in the file as it is in the model"):
+    with pytest.raises(Exception, match=r"^unet:q isn't in the file as it is in the model"):
         spread_exponents(computed, {"unet": {"q": -3}}, ())
 
 
@@ -462,7 +462,7 @@ def test_what_folds_cannot_do_is_refused_as_one_file(
     folder, plan = save_planned("cogview3plus")
     with pytest.raises(OptionError) as caught:
         convert_made("cogview3plus", folder, Target(tmp_path / "out", "comfyui"), plan)
-    assert "transformer: Powers of two in its weights alone do not keep it in fp16's range" in str(
+    assert "transformer: Powers of two in its weights alone don't keep it in fp16's range" in str(
         caught.value
     )
     assert list(tmp_path.iterdir()) == []
@@ -474,7 +474,7 @@ def test_a_component_that_its_plan_leaves_out_is_refused(
     """A plan that runs a component in bf16 says why, and that sentence is passed on."""
     folder, plan = save_planned("sd")
     wide = [
-        dataclasses.replace(e, precision="bf16", reasons=("Its code cannot be traced.",))
+        dataclasses.replace(e, precision="bf16", reasons=("Its code can't be traced.",))
         if e.component == "unet"
         else dataclasses.replace(e, precision="as loaded")
         for e in plan.components
@@ -482,7 +482,7 @@ def test_a_component_that_its_plan_leaves_out_is_refused(
     edited = seal_plan(dataclasses.replace(plan, components=tuple(wide)))
     with pytest.raises(OptionError) as caught:
         convert(folder, tmp_path / "out", edited)
-    assert "unet: its plan runs it in bf16. Its code cannot be traced." in str(caught.value)
+    assert "unet: its plan runs it in bf16. Its code can't be traced." in str(caught.value)
     with pytest.raises(OptionError) as caught:
         convert(folder, tmp_path / "out", edited, leave=["you-net"])
     assert str(caught.value) == (

@@ -184,8 +184,8 @@ def test_models_without_names_are_refused(
     with pytest.raises(OptionError) as caught:
         convert_made("cogview3plus", folder, Target(tmp_path / "out", "comfyui"), plan)
     assert str(caught.value).startswith(
-        "The model cannot be written as single files. transformer: The names of a "
-        "CogView3PlusTransformer2DModel in single files are not known."
+        "The model can't be written as single files. transformer: The names of a "
+        "CogView3PlusTransformer2DModel in single files aren't known."
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -128,7 +128,7 @@ def test_what_was_compiled_too_late_is_said() -> None:
     assert "text_encoder" not in {c.component for c in handle.record.calls}
     assert handle.record.unwatched[-1] == (
         "text_encoder: it was compiled or replaced under the guard; calls before the next run's "
-        "first step were not watched."
+        "first step weren't watched."
     )
 
 
@@ -438,7 +438,7 @@ def test_why_a_run_ended_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Component, "leave", fail)
     with pytest.raises(ValueError, match="Provide either") as raised, guard(pipe):
         pipe()
-    assert any("could not be restored: out of memory" in x for x in raised.value.__notes__)
+    assert any("couldn't be restored: out of memory" in x for x in raised.value.__notes__)
     with pytest.raises(torch.OutOfMemoryError), guard(pipe):
         pass
 

@@ -153,7 +153,7 @@ def test_a_second_run_fetches_only_what_the_first_lacks(hub: HubServer, client: 
     name = "vae/diffusion_pytorch_model.safetensors"
     hub.withheld.add(name)
     message = client(hub.endpoint, "maker/tiny")["error"]
-    assert message.startswith(f"The model maker/tiny could not be downloaded from {hub.endpoint}: ")
+    assert message.startswith(f"The model maker/tiny couldn't be downloaded from {hub.endpoint}: ")
     hub.withheld.clear()
     hub.requests.clear()
     assert client(hub.endpoint, "maker/tiny")["kind"] == "hub"
@@ -228,7 +228,7 @@ def test_a_plan_in_a_repository_is_found(saved: Path, published: Plan, tmp_path:
     assert certified == 1
     assert "published" not in sources
     assert said
-    assert all("is not used, and a plan is made instead" in x and "fingerprint" in x for x in said)
+    assert all("isn't used, and a plan is made instead" in x and "fingerprint" in x for x in said)
 
 
 @pytest.mark.thorough
@@ -254,7 +254,7 @@ def test_a_gated_model_says_where_to_agree(hub: HubServer, client: Any) -> None:
     """A gated model is told apart from one that is absent."""
     hub.gated.add("maker/tiny")
     assert client(hub.endpoint, "maker/tiny")["error"] == (
-        "The model maker/tiny is gated: the Hub does not give it to you yet. Its author asks for "
+        "The model maker/tiny is gated: the Hub doesn't give it to you yet. Its author asks for "
         f"an agreement first. Agree at {hub.endpoint}/maker/tiny, then set HF_TOKEN to your token, "
         "or run: hf auth login"
     )
@@ -276,7 +276,7 @@ def test_a_hub_that_is_down_is_named(hub: HubServer, client: Any) -> None:
     hub.stop()
     answer = client(hub.endpoint, "maker/tiny")
     message = answer["error"]
-    assert message.startswith(f"The model maker/tiny could not be downloaded from {hub.endpoint}: ")
+    assert message.startswith(f"The model maker/tiny couldn't be downloaded from {hub.endpoint}: ")
     assert "refused" in message
     assert message.endswith(
         "Check the connection, or set HF_ENDPOINT to a mirror, and run the command again: files that "
@@ -288,14 +288,14 @@ def test_a_hub_that_fails_is_named(hub: HubServer, client: Any) -> None:
     """A server error ends in one message with its status."""
     hub.broken = True
     message = client(hub.endpoint, "maker/tiny")["error"]
-    assert message.startswith(f"The model maker/tiny could not be downloaded from {hub.endpoint}: ")
+    assert message.startswith(f"The model maker/tiny couldn't be downloaded from {hub.endpoint}: ")
     assert "500" in message
 
 
 def test_offline_without_a_copy_says_so(hub: HubServer, client: Any) -> None:
     """HF_HUB_OFFLINE and an empty cache: the variable is named."""
     assert client(hub.endpoint, "maker/tiny", HF_HUB_OFFLINE="1")["error"] == (
-        "The model maker/tiny is not completely on this computer, and the Hub client is offline. "
+        "The model maker/tiny isn't completely on this computer, and the Hub client is offline. "
         "HF_HUB_OFFLINE is set, so only what was downloaded before can be used. "
         "Unset HF_HUB_OFFLINE and run the command again."
     )
@@ -438,8 +438,8 @@ def test_the_card_comes_before_the_weights(hub: HubServer, run: Any, saved: Path
 def test_what_cannot_fit_is_refused_without_its_weights(hub: HubServer, run: Any) -> None:
     """No strategy stays within 100 KiB: nothing but headers of the weights was asked for."""
     made = run(**ASKED, memory="100KiB")
-    assert made["error"].startswith("maker/tiny does not fit on ")
-    assert "and its weights were not downloaded. The smallest strategy, " in made["error"]
+    assert made["error"].startswith("maker/tiny doesn't fit on ")
+    assert "and its weights weren't downloaded. The smallest strategy, " in made["error"]
     assert made["here"] == []
     ranges = _list_weight_requests(hub)
     assert len(ranges) == 3

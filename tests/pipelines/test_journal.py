@@ -261,7 +261,7 @@ def test_a_flipped_bit_in_the_head_is_seen(whole: Recorded) -> None:
 def test_a_folder_named_as_a_call_is_refused(folder: Path) -> None:
     """What has the name of a file of the journal and is none is foreign; it is not removed."""
     (folder / "000000.pt").mkdir(parents=True)
-    with pytest.raises(InputError, match=r"is not a journal: it contains 000000\.pt"):
+    with pytest.raises(InputError, match=r"isn't a journal: it contains 000000\.pt"):
         Journal(folder)
     assert find_calls(folder)
 
@@ -271,7 +271,7 @@ def test_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
     folder.mkdir()
     (tmp_path / "mine").write_text("mine")
     (folder / "000000.pt").symlink_to(tmp_path / "mine")
-    with pytest.raises(InputError, match=r"is not a journal: it contains 000000\.pt"):
+    with pytest.raises(InputError, match=r"isn't a journal: it contains 000000\.pt"):
         Journal(folder)
 
 
@@ -353,7 +353,7 @@ def test_an_output_of_an_unknown_class_ends_the_journal(folder: Path) -> None:
     assert handle.record.journal is not None
     (note,) = handle.record.journal.notes
     assert note.startswith(
-        f"The journal {folder} ends at call 0: the output of `transformer` cannot be kept: it can't be "
+        f"The journal {folder} ends at call 0: the output of `transformer` can't be kept: it can't be "
         "pickled: Can't "
     )
     assert Answer.__qualname__ in note
@@ -428,7 +428,7 @@ def test_a_foreign_folder_is_refused(folder: Path) -> None:
     with pytest.raises(InputError) as caught:
         Journal(folder)
     assert str(caught.value) == (
-        f"The folder {folder} is not a journal: it contains thesis.txt. A journal needs its own folder. "
+        f"The folder {folder} isn't a journal: it contains thesis.txt. A journal needs its own folder. "
         "Name a folder that is empty or new."
     )
 

@@ -35,7 +35,7 @@ def test_weights_that_lack_a_tensor_do_not_load(folder: Path) -> None:
     source = resolve_source(folder)
     verify_source(source)
     assert read_error(lambda: load_pipeline(source, torch_dtypes=torch.float32)) == (
-        f"The weights in {folder}/text_encoder do not match the model: they lack "
+        f"The weights in {folder}/text_encoder don't match the model: they lack "
         "encoder.block.0.layer.0.SelfAttention.q.weight. Their configuration describes a "
         "T5EncoderModel. Download or save the model again, weights and config.json from one "
         "version."
@@ -53,7 +53,7 @@ def test_weights_of_another_shape_do_not_load(folder: Path, component: str) -> N
     source = resolve_source(folder)
     verify_source(source)
     message = read_error(lambda: load_pipeline(source, torch_dtypes=torch.float32))
-    assert message.startswith(f"The weights in {path.parent} do not match the model: ")
+    assert message.startswith(f"The weights in {path.parent} don't match the model: ")
 
 
 def test_authors_pins_are_kept(save_tiny: Callable[..., Path]) -> None:

@@ -663,7 +663,7 @@ def list_mistakes(made: Made, folder: Path) -> dict[str, tuple[Path, Path, str]]
         "another model": (
             written["other"],
             made.converted,
-            "does not fit the model: it has no layer for",
+            "doesn't fit the model: it has no layer for",
         ),
         "other sizes": (
             written["wide"],

@@ -339,7 +339,7 @@ def test_a_kind_that_is_no_lora_is_refused(find_scaling: Any, kind: str) -> None
     config = {**make_configs(), "fourierft": fourier}[kind]
     inject_adapter_in_model(config, pipe.transformer, adapter_name="a")
     with pytest.raises(
-        ScalingError, match=rf"'a' cannot take the exponents of .*no rule for {kind}"
+        ScalingError, match=rf"'a' can't take the exponents of .*no rule for {kind}"
     ) as caught:
         call(pipe, arguments)
     assert "Merge it into the original's weights" in str(caught.value)

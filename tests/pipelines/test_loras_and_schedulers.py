@@ -77,7 +77,7 @@ def test_a_scheduler_that_does_not_fit_is_refused() -> None:
     assert type(pipe.scheduler).__name__ == "EulerDiscreteScheduler"
     with pytest.raises(OptionError) as caught:
         put_extras(pipe, make_source(scheduler="FlowMatchEulerDiscreteScheduler"))
-    assert caught.value.what.startswith("FlowMatchEulerDiscreteScheduler does not fit")
+    assert caught.value.what.startswith("FlowMatchEulerDiscreteScheduler doesn't fit")
     assert "EulerDiscreteScheduler" in caught.value.expected
     assert type(pipe.scheduler).__name__ == "EulerDiscreteScheduler"
 

@@ -156,7 +156,7 @@ def judge(row: Row, plain: Ended, guarded: Ended) -> None:
     assert not {plain.code, guarded.code} & LIMITS, "it was stopped, so its end shows nothing"
     assert (guarded.stdout, guarded.code) == (plain.stdout, plain.code), guarded.stderr
     ours = [x for x in guarded.stderr.splitlines() if x.startswith("stopdown: ")]
-    told = [x for x in ours if "not repaired" in x.lower() or "could not" in x]
+    told = [x for x in ours if "not repaired" in x.lower() or "couldn't" in x]
     assert row.says or not told, ours
     assert not row.says or any(row.says in x for x in ours), guarded.stderr
     assert all(row.says in x or "Not repaired:" in x for x in told), ours

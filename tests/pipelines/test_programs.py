@@ -151,8 +151,8 @@ def test_the_outermost_call_is_the_component() -> None:
     assert calls == {"model.diffusion_model": 1, "first_stage_model.decode": 1}
     (said,) = handle.record.unwatched
     assert said == (
-        "model: it shares modules with model.diffusion_model, which is guarded; its own calls were "
-        "not watched."
+        "model: it shares modules with model.diffusion_model, which is guarded; its own calls weren't "
+        "watched."
     )
 
 
@@ -178,7 +178,7 @@ def test_training_is_left_alone() -> None:
         assert torch.equal(plain, other)
     assert said == [
         "`DiffusionEngine` is in training: an optimizer has its parameters, or they have gradients. Its "
-        "calls are not watched; those under torch.no_grad() are."
+        "calls aren't watched; those under torch.no_grad() are."
     ]
 
 
@@ -263,7 +263,7 @@ def test_a_module_that_is_called_inside_of_another_is_said() -> None:
         for _ in range(2):
             unet(torch.randn(1, 4, 8), torch.ones(1))
     assert said == [
-        "`block` is called inside of a UNet, so its calls are not guarded. Give the UNet to the guard."
+        "`block` is called inside of a UNet, so its calls aren't guarded. Give the UNet to the guard."
     ]
     assert handle.record.calls == ()
     assert handle.record.unwatched == tuple(said)

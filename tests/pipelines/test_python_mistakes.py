@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "explanation of a number": (lambda pipe: stopdown.explain(3), "an exception"),
     # plans: a Plan, or the path of its file
-    "guard by no file": (lambda pipe: stopdown.guard(pipe, "p.json"), "The plan p.json cannot"),
+    "guard by no file": (lambda pipe: stopdown.guard(pipe, "p.json"), "The plan p.json can't"),
     "guard by a table": (
         lambda pipe: stopdown.guard(pipe, {"unet": "fp16"}),
         "A plan was given {'unet': 'fp16'}, a dict. It is a Plan, or the path of its file.",
@@ -104,7 +104,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "run with arguments": (
         lambda pipe: stopdown.make_plan(pipe.unet, run=lambda x: x),
-        "cannot be called with no arguments: missing a required argument: 'x'",
+        "can't be called with no arguments: missing a required argument: 'x'",
     ),
     "progress that is none": (lambda pipe: stopdown.make_plan(pipe, progress="x"), "takes 4 arg"),
     "announce that is none": (lambda pipe: stopdown.guard(pipe, announce="x"), "takes 1 argument"),
@@ -245,7 +245,7 @@ def test_a_tensor_is_a_call_and_a_name_is_a_dtype() -> None:
 
 def test_what_a_pipeline_does_not_take_is_no_argument_of_a_check() -> None:
     """A misspelt size ended the dry run before anything was looked at, and nothing was found."""
-    with pytest.raises(stopdown.errors.OptionError, match="does not take the argument hight"):
+    with pytest.raises(stopdown.errors.OptionError, match="doesn't take the argument hight"):
         stopdown.check(make_pipeline("cogvideox"), arguments={"hight": 32})
 
 

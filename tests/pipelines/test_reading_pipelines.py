@@ -67,5 +67,5 @@ def test_a_converted_folder_carries_the_plan(folder: Path, plan: Plan, tmp_path:
     assert entry.precision == "as stored, with its plan"
     assert entry.reasons[0] == (
         "Its code reads values of its arguments, and its exponents hold for those that it read: files "
-        "cannot compare them at each call."
+        "can't compare them at each call."
     )

@@ -107,42 +107,42 @@ def test_a_size_for_image_to_image_is_the_size_of_the_picture() -> None:
         (
             "svd",
             Request(),
-            "StableVideoDiffusionPipeline needs `image`, which was not given. Give `image`.",
+            "StableVideoDiffusionPipeline needs `image`, which wasn't given. Give `image`.",
         ),
         (
             "svd",
             Request(prompt="a ball"),
-            "StableVideoDiffusionPipeline does not take `prompt` and needs `image`, which was not given. "
+            "StableVideoDiffusionPipeline doesn't take `prompt` and needs `image`, which wasn't given. "
             "It takes `image`, `frames`, `height`, `width`, `steps`, `guidance`. Give `image`. "
             "Leave `prompt` out.",
         ),
         (
             "svd",
             Request(prompt="a ball", image=PICTURE),
-            "StableVideoDiffusionPipeline does not take `prompt`. It takes `image`, `frames`, "
+            "StableVideoDiffusionPipeline doesn't take `prompt`. It takes `image`, `frames`, "
             "`height`, `width`, `steps`, `guidance`. Leave `prompt` out, or use a model that takes "
             "it.",
         ),
         (
             "cogvideox-image",
             Request(prompt="a ball"),
-            "CogVideoXImageToVideoPipeline needs `image`, which was not given. Give `image`.",
+            "CogVideoXImageToVideoPipeline needs `image`, which wasn't given. Give `image`.",
         ),
         (
             "cogvideox-video",
             Request(prompt="a ball"),
-            "CogVideoXVideoToVideoPipeline needs `video`, which was not given. Give `video`.",
+            "CogVideoXVideoToVideoPipeline needs `video`, which wasn't given. Give `video`.",
         ),
         (
             "sd",
             Request(prompt="a ball", frames=9),
-            "StableDiffusionPipeline does not take `frames`. It takes `prompt`, `negative`, "
+            "StableDiffusionPipeline doesn't take `frames`. It takes `prompt`, `negative`, "
             "`height`, `width`, `steps`, `guidance`. Leave `frames` out, or use a model that takes it.",
         ),
         (
             "cogvideox",
             Request(prompt="a ball", image=PICTURE),
-            "CogVideoXPipeline does not take `image`. It takes `prompt`, `negative`, `frames`, "
+            "CogVideoXPipeline doesn't take `image`. It takes `prompt`, `negative`, `frames`, "
             "`height`, `width`, `steps`, `guidance`. Leave `image` out, or use a model that "
             "takes it.",
         ),
@@ -177,24 +177,24 @@ BOTH = {"prompt": None, "image": None, "control_image": None, "strength": 0.8}
         (
             make_signature("SomeInpaintPipeline", **INPAINT),
             Request("a", image=PICTURE),
-            "SomeInpaintPipeline needs `mask` (its argument mask_image), which was not given. Give `mask`.",
+            "SomeInpaintPipeline needs `mask` (its argument mask_image), which wasn't given. Give `mask`.",
         ),
         (
             make_signature("SomeInpaintPipeline", **INPAINT),
             Request("a"),
-            "SomeInpaintPipeline needs `image` and `mask` (its argument mask_image), which were not given. "
+            "SomeInpaintPipeline needs `image` and `mask` (its argument mask_image), which weren't given. "
             "Give `image` and `mask`.",
         ),
         (
             make_signature("SomeControlNetPipeline", **CONTROL),
             Request("a"),
-            "SomeControlNetPipeline needs `control_image` (its argument image), which was not given. Give "
+            "SomeControlNetPipeline needs `control_image` (its argument image), which wasn't given. Give "
             "`control_image`.",
         ),
         (
             make_signature("SomeControlNetImg2ImgPipeline", **BOTH),
             Request("a", image=PICTURE),
-            "SomeControlNetImg2ImgPipeline needs `control_image`, which was not given. "
+            "SomeControlNetImg2ImgPipeline needs `control_image`, which wasn't given. "
             "Give `control_image`.",
         ),
         (
@@ -206,7 +206,7 @@ BOTH = {"prompt": None, "image": None, "control_image": None, "strength": 0.8}
         (
             make_signature("ClassPipeline", "class_labels"),
             Request(),
-            "ClassPipeline needs class_labels, which was not given. Use request=stopdown.Request("
+            "ClassPipeline needs class_labels, which wasn't given. Use request=stopdown.Request("
             'arguments={"class_labels": ...}).',
         ),
         (
@@ -218,7 +218,7 @@ BOTH = {"prompt": None, "image": None, "control_image": None, "strength": 0.8}
         (
             make_signature("SomePipeline", prompt=None),
             Request("a", arguments={"mask": 1}),
-            "SomePipeline does not take the argument mask. Its call takes prompt. Leave mask out.",
+            "SomePipeline doesn't take the argument mask. Its call takes prompt. Leave mask out.",
         ),
     ],
 )

@@ -188,7 +188,7 @@ def test_sound_is_refused_another_format(
     """A format that holds no sound is refused before weights are loaded, with the one to use."""
     code, _, err = run("generate", sound_model, "a", "-o", name)
     assert code == 2
-    assert "is not a file of sound, and the pipeline makes sound alone." in err
+    assert "isn't a file of sound, and the pipeline makes sound alone." in err
     assert not list(here.glob("*"))
 
 
@@ -253,7 +253,7 @@ def test_a_batch_of_sound(run: Run, sound_model: Path, here: Path) -> None:
     assert len(list(here.glob("flac/*.flac"))) == 2
     code, _, err = run(*words, "-o", "no", "--format", "mp4")
     assert code == 2
-    assert "is not a file of sound" in err
+    assert "isn't a file of sound" in err
 
 
 def test_sound_is_compared_by_its_samples(run: Run, sound_model: Path, here: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_track_is_read_beside_its_frames() -> None:
     assert (found.rate, found.fps) == (100, 24.0)
     assert read_result(pipe, {"frame_rate": 12.0}, made).fps == 12.0
     del pipe.vocoder, pipe.audio_vae
-    with pytest.raises(OptionError, match="P does not say how many samples a second of its sound"):
+    with pytest.raises(OptionError, match="P doesn't say how many samples a second of its sound"):
         find_sound_rate(pipe)
 
 
@@ -301,7 +301,7 @@ def test_an_argument_without_an_option_is_given_by_name(run: Run, here: Path) ->
     code, _, err = run(*words)
     assert code == 2
     assert (
-        "DiTPipeline needs class_labels, which was not given. Use --arg class_labels=VALUE." in err
+        "DiTPipeline needs class_labels, which wasn't given. Use --arg class_labels=VALUE." in err
     )
     code, _, err = run(*words, "--arg", "class_labels=[207]", "--arg", "guidance_scale=1.5")
     assert code == 0, err
@@ -309,7 +309,7 @@ def test_an_argument_without_an_option_is_given_by_name(run: Run, here: Path) ->
     assert record["request"]["arg"] == ["class_labels=[207]", "guidance_scale=1.5"]
     code, _, err = run(*words, "--arg", "class_labels=[207]", "--arg", "colour=red")
     assert code == 2
-    assert "DiTPipeline does not take the argument colour." in err
+    assert "DiTPipeline doesn't take the argument colour." in err
     assert "class_labels" in err
 
 

@@ -594,7 +594,7 @@ def test_what_cannot_be_repaired_is_handed_back(run: Run, tmp_path: Path) -> Non
     (text,) = said
     assert text.startswith("`UNet` returned ")
     assert text.endswith(
-        "The weight UNet:blocks.1.wide.weight is not finite. It was not repaired. No repair produced a "
+        "The weight UNet:blocks.1.wide.weight isn't finite. It wasn't repaired. No repair produced a "
         "finite result. The script receives it unchanged."
     )
 

@@ -110,12 +110,12 @@ def test_a_configuration_that_cannot_be_read_is_one_message(hub: HubServer, file
         load_pipeline(resolve_source(file), torch_dtypes=torch.float16)
     message = str(caught.value)
     assert message.startswith(
-        f"The configuration of {file} could not be read from {CONFIGURATION}. A single file holds "
-        f"weights only. The model {CONFIGURATION} could not be downloaded from {hub.endpoint}: "
+        f"The configuration of {file} couldn't be read from {CONFIGURATION}. A single file holds "
+        f"weights only. The model {CONFIGURATION} couldn't be downloaded from {hub.endpoint}: "
     )
     assert message.endswith(
         "Connect to the Hub, or give a Diffusers folder of the same kind of model as "
-        "configuration (its weights are not read)."
+        "configuration (its weights aren't read)."
     )
 
 
@@ -137,7 +137,7 @@ def test_a_single_file_that_lacks_weights_is_refused(
     save_file({name: tensors[name] for name in tensors if not name.startswith(lost)}, part)
     with pytest.raises(SourceError) as caught:
         load_pipeline(resolve_source(part, config=folder), torch_dtypes=torch.float16)
-    assert str(caught.value).startswith(f"The weights in {part} do not match the model: ")
+    assert str(caught.value).startswith(f"The weights in {part} don't match the model: ")
     assert found in str(caught.value)
 
 

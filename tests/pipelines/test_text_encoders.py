@@ -309,7 +309,7 @@ def list_mistakes(save: Any, folder: Path) -> dict[str, tuple[Path, str]]:
             "requires code of its own",
         ),
         "no class": (change("nothing", architectures=[]), "names no class"),
-        "weights beyond all": (beyond, "cannot be written in fp16 for plain Transformers"),
+        "weights beyond all": (beyond, "can't be written in fp16 for plain Transformers"),
         "another class": (change("other", architectures=["NoSuchModel"]), "NoSuchModel"),
         "no folder": (folder / "absent", "There is no file or folder"),
     }

@@ -23,7 +23,7 @@ from stopdown.runtime.guard import guard
 PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
 TWO = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SAID = (
-    "This is one of 2 processes. The guard repairs nothing there, because the others would not run the "
+    "This is one of 2 processes. The guard repairs nothing there, because the others wouldn't run the "
     "call again. Make a plan first: stopdown plan SOURCE -o plan.json, and load the model with "
     'precision="plan.json".'
 )

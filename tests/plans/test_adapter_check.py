@@ -87,7 +87,7 @@ def test_an_adapter_that_outgrows_the_headroom_is_named() -> None:
     )
     assert list(list_grown(module, ["a"], 3.5, certified=False)) == []
     assert list(list_grown(module, ["a"], math.inf, certified=True)) == [
-        "the adapter 'a' is not covered by its certificate"
+        "the adapter 'a' isn't covered by its certificate"
     ]
     module[0].disable_adapters = True
     assert list(list_grown(module, ["a"], 2.5, certified=True)) == []

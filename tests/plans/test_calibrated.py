@@ -24,7 +24,7 @@ def test_reasons_name_fp32_modules_and_pinned_operations() -> None:
         "In 3 measured calls: no fp16 activation comes within a factor of 4 of fp16's limit (2.0 bits of "
         "headroom). Closest: X:y (add).",
         "For this, 1 tensor is scaled by exponents -2..-2.",
-        "norm cannot be scaled and stay in fp32: 12.5 % of the matmul work.",
+        "norm can't be scaled and stay in fp32: 12.5 % of the matmul work.",
         "Left unchanged because there is no rule for them: bessel.",
     )
     assert entry.scaling == scaling
@@ -102,4 +102,4 @@ def test_a_made_up_encode_that_fails_is_left_out() -> None:
     assert exponents.leave_out_failing(module, calls) == calls[1:]
     entry = plan_component("vae", module, calls)
     assert entry.precision == "fp16"
-    assert any("Encoding was not measured: " in x and "without tiling" in x for x in entry.reasons)
+    assert any("Encoding wasn't measured: " in x and "without tiling" in x for x in entry.reasons)

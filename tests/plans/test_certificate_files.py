@@ -132,7 +132,7 @@ def test_value_that_can_overflow_is_listed_and_may_not_be_left_out(tmp_path):
     assert f"  to see why: --explain net:{names[0]}" in lines
     assert stopdown_verify.explain_value(certificate, f"net:{names[0]}")
     stated["uncovered"].remove("0:m")
-    with pytest.raises(stopdown_verify.Refused, match="list of uncovered values is not complete"):
+    with pytest.raises(stopdown_verify.Refused, match="list of uncovered values isn't complete"):
         stopdown_verify.check_certificate(certificate, tmp_path)
 
 
@@ -717,7 +717,7 @@ def test_plan_of_an_encoder_is_covered(encoder):
     assert line.split()[1] == line.split()[3]
     assert any(entry["exponents"] for entry in stated["weights"].values())
     assert not any(x.startswith("  not covered") for x in rest)
-    assert "transformer: not covered (it is not in the certificate)" in rest
+    assert "transformer: not covered (it isn't in the certificate)" in rest
 
 
 @pytest.mark.thorough
@@ -823,5 +823,5 @@ def test_what_rests_on_measurement_is_not_covered(tmp_path):
     assert stated["uncovered"] == ["0:linear"]
     assert stopdown_verify.check_component(stated, tmp_path)[2] == ["0:linear"]
     stated["uncovered"] = []
-    with pytest.raises(stopdown_verify.Refused, match="list of uncovered values is not complete"):
+    with pytest.raises(stopdown_verify.Refused, match="list of uncovered values isn't complete"):
         stopdown_verify.check_component(stated, tmp_path)

@@ -104,7 +104,7 @@ def test_a_transformer_is_certified_without_a_run(
         assert not entries[name].in_force.fp32_modules
         assert entries[name].calls == 0
         assert any("100 % of" in reason for reason in entries[name].reasons)
-        said = "Computed from the weights alone; the model was not run."
+        said = "Computed from the weights alone; the model wasn't run."
         assert said in entries[name].reasons
     assert entries["transformer"].in_force.limits["forward.hidden_states"] == 64
     assert entries["transformer"].in_force.limits["forward.encoder_hidden_states"] == 128

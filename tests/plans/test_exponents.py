@@ -63,7 +63,7 @@ def test_a_call_that_was_made_up_is_measured_too() -> None:
     calls = [call(module, "decode"), call(module, "encode", made_up=True)]
     scaling, notes = scale_component(module, calls)
     assert notes == (
-        "Encoding was measured on what the decoder gave, because the pipeline does not encode.",
+        "Encoding was measured on what the decoder gave, because the pipeline doesn't encode.",
     )
     assert len(scaling.signatures) == 2
 
@@ -75,7 +75,7 @@ def test_a_made_up_call_that_fails_is_left_out() -> None:
     scaling, notes = scale_component(module, [real, odd])
     assert len(scaling.signatures) == 1
     (note,) = notes
-    assert note.startswith("Encoding was not measured: ")
+    assert note.startswith("Encoding wasn't measured: ")
     assert "an odd number of rows" in note
     even = call(module, "encode", made_up=True)
     assert leave_out_failing(module, [real, odd, even]) == [real, even]

@@ -70,7 +70,7 @@ def test_an_edited_plan_is_refused(tmp_path: Path, change: str) -> None:
     else:
         content["seal"] = "0" * 64
     path.write_text(json.dumps(content))
-    with pytest.raises(PlanError, match=r"was edited: its content does not fit its seal"):
+    with pytest.raises(PlanError, match=r"was edited: its content doesn't fit its seal"):
         files.read_plan(path)
 
 
@@ -174,10 +174,8 @@ def test_a_decision_says_what_the_plan_did() -> None:
 
 def test_a_component_in_fp32_says_why() -> None:
     """The reasons of the plan are those of the run."""
-    entry = dataclasses.replace(ENTRY, precision="fp32", reasons=("It cannot be captured.",))
-    assert (
-        planned_loader.describe_entry(entry, "p.json") == "fp32 by p.json. It cannot be captured."
-    )
+    entry = dataclasses.replace(ENTRY, precision="fp32", reasons=("It can't be captured.",))
+    assert planned_loader.describe_entry(entry, "p.json") == "fp32 by p.json. It can't be captured."
 
 
 @pytest.mark.parametrize(
@@ -244,19 +242,19 @@ class Normed(nn.Module):
 MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "too large": (
         {"exponents": {"linear.weight": 17}},
-        "its linear.weight is up to 1, and times 2**17 fp16 does not hold it",
+        "its linear.weight is up to 1, and times 2**17 fp16 doesn't hold it",
     ),
     "vanishing": (
         {"exponents": {"linear.weight[0:2]": -30}},
-        "its linear.weight[0:2] is up to 1, and times 2**-30 fp16 does not hold it",
+        "its linear.weight[0:2] is up to 1, and times 2**-30 fp16 doesn't hold it",
     ),
     "beyond fp32": (
         {"exponents": {"linear.weight": 130}, "fp32_modules": ("linear",)},
-        "its linear.weight is up to 1, and times 2**130 fp32 does not hold it",
+        "its linear.weight is up to 1, and times 2**130 fp32 doesn't hold it",
     ),
     "beyond everything": (
         {"exponents": {"linear.weight": 10**18}},
-        f"its linear.weight is up to 1, and times 2**{10**18} fp16 does not hold it",
+        f"its linear.weight is up to 1, and times 2**{10**18} fp16 doesn't hold it",
     ),
     "no parameter": ({"exponents": {"other.weight": 1}}, "it has no floating other.weight"),
     "no rows": ({"exponents": {"linear.weight[4:9]": 1}}, "it has no floating linear.weight[4:9]"),
@@ -279,7 +277,7 @@ def test_exponents_are_compared_with_the_weights(name: str) -> None:
     before = {key: value.clone() for key, value in module.state_dict().items()}
     with pytest.raises(PlanError) as caught:
         applier.apply_plan(pipe, dataclasses.replace(PLAN, components=(entry,)))
-    assert f"transformer does not fit its exponents: {said}" in caught.value.what
+    assert f"transformer doesn't fit its exponents: {said}" in caught.value.what
     assert all(torch.equal(before[key], value) for key, value in module.state_dict().items())
 
 
@@ -306,7 +304,7 @@ def test_what_a_plan_scaled_is_not_saved_in_silence() -> None:
     module, call = make_faulty("module").unet.float(), (torch.randn(1, 4, 8), torch.ones(1))
     with torch.no_grad():
         handle = apply_plan(module, make_plan(module, run=lambda: module(*call)))
-    with pytest.raises(PlanError, match="UNet cannot be pickled under a plan or a repair"):
+    with pytest.raises(PlanError, match="UNet can't be pickled under a plan or a repair"):
         torch.save(module, io.BytesIO())
     with pytest.warns(
         StopdownWarning, match="is under a plan or a repair, and its weights are scaled"

@@ -195,7 +195,7 @@ def test_a_precision_that_does_not_work_is_refused() -> None:
     with pytest.raises(OptionError) as caught:
         decide_precisions([TRANSFORMER], BROKEN, {"transformer": "bf16"})
     assert str(caught.value) == (
-        "transformer cannot run in bf16 on this device. It was tried and failed: not implemented "
+        "transformer can't run in bf16 on this device. It was tried and failed: not implemented "
         "for 'BFloat16'. Use precision=\"transformer=fp32\", or leave it to auto."
     )
 
@@ -303,9 +303,9 @@ def test_a_request_says_what_each_precision_is_for() -> None:
         ),
         (
             "transformer=fp16,bf16",
-            "The entry 'bf16' of a precision does not name a component. Each entry is "
+            "The entry 'bf16' of a precision doesn't name a component. Each entry is "
             'COMPONENT=PRECISION. For example: precision="transformer=bf16,vae=fp32". Components '
-            "that are not named are chosen by auto.",
+            "that aren't named are chosen by auto.",
         ),
         (
             "vae.decode=fp16,vae.decode=fp32",

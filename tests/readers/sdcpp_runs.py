@@ -47,7 +47,7 @@ CALL = {
 def find_missing() -> str:
     """Why stable-diffusion.cpp cannot run here; nothing where it can."""
     if importlib.util.find_spec("stable_diffusion_cpp") is None:
-        return "stable-diffusion-cpp-python is not installed"
+        return "stable-diffusion-cpp-python isn't installed"
     return ""
 
 

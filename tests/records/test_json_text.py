@@ -77,20 +77,20 @@ def test_a_record_that_was_cut_off_is_refused(length: int) -> None:
     with pytest.raises(InputError) as caught:
         from_json(to_json(RECORD)[:length], RunRecord)
     message = str(caught.value)
-    assert message.startswith("The text is not a RunRecord: ")
+    assert message.startswith("The text isn't a RunRecord: ")
     assert message.endswith("It may be cut off or edited; make it again.")
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "3", '"run"', "[" * 100_000])
 def test_other_json_is_refused(text: str) -> None:
     """A list, a number or brackets without end are no record."""
-    with pytest.raises(InputError, match=r"^The text is not a RunRecord: "):
+    with pytest.raises(InputError, match=r"^The text isn't a RunRecord: "):
         from_json(text, RunRecord)
 
 
 def test_bytes_that_are_no_text_are_refused() -> None:
     """Bytes that are not UTF-8 give the same message."""
-    with pytest.raises(InputError, match=r"^The text is not a RunRecord: "):
+    with pytest.raises(InputError, match=r"^The text isn't a RunRecord: "):
         from_json(b'{"source": "\xff\xfe"}', RunRecord)
 
 
@@ -118,12 +118,12 @@ def edit(**changes: Any) -> str:
         ),
         (
             {"elapsed_s": "soon"},
-            "The text is not a RunRecord: Expected `float`, got `str` - at `$.elapsed_s`. A "
+            "The text isn't a RunRecord: Expected `float`, got `str` - at `$.elapsed_s`. A "
             "record is JSON as Stopdown writes it. It may be cut off or edited; make it again.",
         ),
         (
             {"decisions": [{"precision": "fp16"}]},
-            "The text is not a RunRecord: Object missing required field `component` - at "
+            "The text isn't a RunRecord: Object missing required field `component` - at "
             "`$.decisions[0]`. A record is JSON as Stopdown writes it. It may be cut off or edited; make "
             "it again.",
         ),
@@ -161,7 +161,7 @@ def test_a_record_is_read_from_a_file(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         read_record(tmp_path / "other.json", RunRecord)
     assert str(caught.value) == (
-        f"The record {tmp_path / 'other.json'} cannot be read: "
+        f"The record {tmp_path / 'other.json'} can't be read: "
         "no such file or directory. Name a file that exists."
     )
 

@@ -26,7 +26,7 @@ def test_a_verdict_is_that_of_the_output() -> None:
     repaired = dataclasses.replace(healthy, repairs=(repair, repair))
     assert repaired.verdict == "repaired vae.decode; the result isn't affected."
     failed = dataclasses.replace(healthy, repairs=(dataclasses.replace(repair, action="none"),))
-    assert "was not repaired" in failed.verdict
+    assert "wasn't repaired" in failed.verdict
 
 
 def test_limits_name_the_strategy_and_each_step_down() -> None:

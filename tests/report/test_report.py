@@ -69,13 +69,13 @@ def test_text_of_users_is_no_markup(made: Comparison) -> None:
 def test_bad_lines_and_failures_stand_in_place() -> None:
     """A line that was not run and a cell that failed are on the page, in the text and the notes."""
     made = make_comparison(2, error="RuntimeError: half way")
-    made = dataclasses.replace(made, bad_lines=(BadLine(4, "caf\ufffd", "Byte 4 is not UTF-8."),))
+    made = dataclasses.replace(made, bad_lines=(BadLine(4, "caf\ufffd", "Byte 4 isn't UTF-8."),))
     page, notes = render_comparison(made), made.summarise().list_sentences()
     assert "Line 4" in page
-    assert "Byte 4 is not UTF-8." in page
+    assert "Byte 4 isn't UTF-8." in page
     assert "RuntimeError: half way" in page
-    assert "Line 4 of the prompts was not run: Byte 4 is not UTF-8." in notes
-    assert "bf16 did not run on line 2: RuntimeError: half way" in notes
+    assert "Line 4 of the prompts wasn't run: Byte 4 isn't UTF-8." in notes
+    assert "bf16 didn't run on line 2: RuntimeError: half way" in notes
 
 
 def test_the_text_has_a_row_for_each_precision(made: Comparison) -> None:

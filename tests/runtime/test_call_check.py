@@ -146,7 +146,7 @@ def test_a_fault_that_came_from_outside_is_said_to() -> None:
     finally:
         del pipe.scheduler.step
     assert error.what.endswith(" values at step 2 of 2, in fp32.")
-    assert error.expected == "Its inputs already held 256 values that are not finite."
+    assert error.expected == "Its inputs already held 256 values that aren't finite."
 
 
 @pytest.mark.usefixtures("each_device")

@@ -75,7 +75,7 @@ def call_writing() -> tuple[float, float]:
 def test_a_call_that_wrote_to_its_arguments_ends_the_run() -> None:
     """Made again it would begin elsewhere: the error says so, and the argument was written once."""
     with pytest.raises(
-        NonFiniteError, match="it wrote to its arguments, so it cannot be made again"
+        NonFiniteError, match="it wrote to its arguments, so it can't be made again"
     ):
         call_writing()
 

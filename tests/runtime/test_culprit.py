@@ -101,7 +101,7 @@ def test_a_fault_of_no_precision_is_told() -> None:
     """The square root of a negative number is NaN in fp32 too."""
     found = find(Whole(lambda self, x: torch.sqrt(-x)))
     assert found.kind == "undefined"
-    assert found.describe("part").endswith("and it is not finite in fp32 either.")
+    assert found.describe("part").endswith("and it isn't finite in fp32 either.")
 
 
 def test_a_number_in_the_code_is_told() -> None:
@@ -115,7 +115,7 @@ def test_a_weight_is_blamed() -> None:
     """A weight that is Inf already is named by its path."""
     found = find(Whole(lambda self, x: x * self.scale, math.inf))
     assert (found.kind, found.path) == ("weight", "scale")
-    assert found.describe("part") == "The weight part:scale is not finite."
+    assert found.describe("part") == "The weight part:scale isn't finite."
 
 
 def test_an_argument_is_blamed() -> None:

@@ -128,7 +128,7 @@ def test_a_hostile_pickle_is_refused(
     monkeypatch.chdir(tmp_path)
     file = io.BytesIO()
     torch.save({"output": Hostile(call, *arguments)}, file)
-    with pytest.raises(PackingError, match="its structure is not right"):
+    with pytest.raises(PackingError, match="its structure isn't right"):
         unpack(seal(file.getvalue()))
     assert not list(tmp_path.iterdir())
     assert "this" not in sys.modules
@@ -140,7 +140,7 @@ def test_what_is_no_file_of_a_journal_is_refused() -> None:
     for content in (b"", whole[: len(whole) // 2], pickle.dumps({"output": 1}), b"PK" + bytes(99)):
         with pytest.raises(PackingError, match="it is damaged"):
             unpack(content)
-        with pytest.raises(PackingError, match="its structure is not right"):
+        with pytest.raises(PackingError, match="its structure isn't right"):
             unpack(seal(content))
     with pytest.raises(PackingError, match="was made with other arguments"):
         unpack(whole, purpose="another")
@@ -150,7 +150,7 @@ def test_a_name_is_looked_up_without_an_import(monkeypatch: pytest.MonkeyPatch) 
     """The class of an output whose module isn't loaded is refused, and the module stays away."""
     content = pack(DecoderOutput(sample=EYE))
     monkeypatch.delitem(sys.modules, DecoderOutput.__module__)
-    with pytest.raises(PackingError, match="its structure is not right"):
+    with pytest.raises(PackingError, match="its structure isn't right"):
         unpack(content)
     assert DecoderOutput.__module__ not in sys.modules
 

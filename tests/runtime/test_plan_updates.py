@@ -115,7 +115,7 @@ def test_a_repaired_entry_is_certified_no_more_and_keeps_its_limits() -> None:
         assert getattr(now, name) == getattr(before, name), name
     for name in {x.name for x in dataclasses.fields(ComponentPlan)} - {"scaling", "reasons"}:
         assert getattr(updated, name) == getattr(entry, name), name
-    assert "Its bounds did not hold in a run, so it is no longer certified." in updated.reasons
+    assert "Its bounds didn't hold in a run, so it is no longer certified." in updated.reasons
     assert not any("100 %" in reason for reason in updated.reasons)
     assert updated.reasons.count("A run repaired it.") == 1
 

@@ -152,7 +152,7 @@ def test_a_finite_repair_further_off_than_bf16_is_not_believed(
             scalings = [x.scaling for x in state.applied if x.scaling is not None]
     (repair,) = handle.repairs
     assert repair.action == action
-    assert repair.tried[0].startswith("rescaled: the result is not that of fp32: it is 0.1")
+    assert repair.tried[0].startswith("rescaled: the result isn't that of fp32: it is 0.1")
     assert [x.stream is not None for x in scalings] == [True] * stream
     assert relative_l2(found, wide) < brain / 4
 
@@ -319,7 +319,7 @@ def test_a_weight_is_blamed_and_not_repaired() -> None:
     finally:
         with torch.no_grad():
             weight.copy_(kept)
-    assert "The weight transformer:proj_out.bias is not finite." in str(caught.value)
+    assert "The weight transformer:proj_out.bias isn't finite." in str(caught.value)
     assert [(r.kind, r.action, r.replays) for r in handle.repairs] == [("weight", "none", 0)]
 
 

@@ -91,7 +91,7 @@ def test_with_warn_they_leave_with_a_word() -> None:
     with (
         spoilt_steps(pipe.scheduler, 1),
         guard(pipe, on_fault="warn") as handle,
-        pytest.warns(StopdownWarning, match=r"^The scheduler .* It was not repaired"),
+        pytest.warns(StopdownWarning, match=r"^The scheduler .* It wasn't repaired"),
     ):
         assert call_for_latents(pipe).isnan().all()
     assert [(r.component, r.module_path) for r in handle.repairs] == [("pipeline", "scheduler")]

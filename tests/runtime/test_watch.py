@@ -33,7 +33,7 @@ def test_what_cannot_be_looked_at_is_reported(form: Callable[[torch.Tensor], Any
         for _ in range(2):
             module(X.half())
     assert len(said) == 1
-    assert "whose values cannot be looked at: NaN and Inf in it are not found." in said[0]
+    assert "whose values can't be looked at: NaN and Inf in it aren't found." in said[0]
     assert handle.record.unwatched == tuple(said)
 
 

@@ -57,6 +57,6 @@ def test_a_component_that_a_model_leaves_out_is_named(tmp_path: Path) -> None:
     with pytest.raises(SourceError) as caught:
         load_pipeline(resolve_source(folder), torch_dtypes=torch.float32)
     assert str(caught.value).startswith(
-        f"StableDiffusionPipeline needs scheduler, which {folder} does not have."
+        f"StableDiffusionPipeline needs scheduler, which {folder} doesn't have."
     )
     assert f"from_pretrained('{folder}', scheduler=...)" in str(caught.value)

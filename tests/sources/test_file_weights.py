@@ -27,7 +27,7 @@ def test_a_format_that_nobody_reads_is_refused(tmp_path: Path) -> None:
     """The name of the weight and its format are in the message."""
     path = tmp_path / "a.safetensors"
     save_file({"w": torch.ones(2, dtype=torch.int16)}, path)
-    with pytest.raises(ScalingError, match="The values of w cannot be unpacked: it is stored as "):
+    with pytest.raises(ScalingError, match="The values of w can't be unpacked: it is stored as "):
         describe_plain(path, "w", read_header(path)["w"]).load()
 
 

@@ -58,7 +58,7 @@ def test_what_is_no_gguf_is_refused(damage: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", "F16", {"a": np.ones((64, 64), np.float32)})
     content = path.read_bytes()
     path.write_bytes(b"none" if damage == "other" else content[:40])
-    said = "does not begin with the letters GGUF" if damage == "other" else "is not whole"
+    said = "doesn't begin with the letters GGUF" if damage == "other" else "isn't whole"
     with pytest.raises(Exception, match=said) as caught:
         open_gguf(path)
     assert not isinstance(caught.value, StopdownError)  # its caller says which file it is

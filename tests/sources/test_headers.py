@@ -128,11 +128,11 @@ def join(*ranges: tuple[int, int], dtype: str = "F32") -> dict[str, Any]:
     }
 
 
-UNDESCRIBED = "its header does not describe the tensor 'a'"
-NO_TEXTS = "its metadata is not a table of texts"
+UNDESCRIBED = "its header doesn't describe the tensor 'a'"
+NO_TEXTS = "its metadata isn't a table of texts"
 SCATTERED = "its tensors overlap or leave a gap"
 DAMAGED: dict[str, tuple[Any, int, str]] = {
-    "a header that is a list": ([], 0, "its header is not a table of tensors"),
+    "a header that is a list": ([], 0, "its header isn't a table of tensors"),
     "a tensor that is a list": ({"a": []}, 0, UNDESCRIBED),
     "a dtype that is a number": (describe(dtype=4), 16, UNDESCRIBED),
     "a dtype in small letters": (describe(dtype="f32"), 16, UNDESCRIBED),
@@ -191,18 +191,18 @@ BEGINNINGS = {
     "an empty file": (b"", "it has 0 bytes, and a safetensors file has at least 8"),
     "seven bytes": (bytes(7), "it has 7 bytes, and a safetensors file has at least 8"),
     "a picture": (
-        b"\x89PNG\r\n\x1a\n" + bytes(64), "it does not begin with the header of a safetensors file",
+        b"\x89PNG\r\n\x1a\n" + bytes(64), "it doesn't begin with the header of a safetensors file",
     ),
     "one byte more than a header may have": (
         struct.pack("<Q", LARGEST_HEADER_BYTES + 1),
-        "it does not begin with the header of a safetensors file",
+        "it doesn't begin with the header of a safetensors file",
     ),
     "a header that was cut off": (
         struct.pack("<Q", 10) + b"{}", "its header needs 10 bytes and 2 are there",
     ),
     "half a header": (
         encode_header({})[:8] + b'{"a": 12',
-        "its header cannot be read as JSON: it is not JSON at line 1",
+        "its header can't be read as JSON: it isn't JSON at line 1",
     ),
 }  # fmt: skip
 
@@ -274,7 +274,7 @@ def test_a_header_is_padded_as_the_format_wants(tmp_path: Path) -> None:
         assert read_header(path) == {"n" * length: StoredTensor("fp32", (4,), 16)}
 
 
-NO_INDEX = "it cannot be read as an index of shards"
+NO_INDEX = "it can't be read as an index of shards"
 SHARD = "model-00001-of-00002.safetensors"
 INDEXES: dict[str, tuple[Any, str]] = {
     "no table": ([], NO_INDEX),

@@ -20,7 +20,7 @@ def test_an_unknown_pipeline_class_names_the_nearest(folder: Path) -> None:
     edit_json(folder / "model_index.json", _class_name="CogVideoXPipelin")
     assert read_error(lambda: verify(folder)) == (
         f"{folder}/model_index.json names the pipeline class 'CogVideoXPipelin', which Diffusers "
-        "does not have. The nearest that the installed version has is CogVideoXPipeline. "
+        "doesn't have. The nearest that the installed version has is CogVideoXPipeline. "
         "A newer Diffusers may know it: pip install -U diffusers"
     )
 

@@ -113,6 +113,6 @@ def test_the_refusal_is_one_sentence_with_what_to_type(
     with pytest.raises(SourceError) as caught:
         refuse_missing_packages(source)
     assert (
-        caught.value.what == "WanImageToVideoPipeline needs ftfy, which this Python does not have."
+        caught.value.what == "WanImageToVideoPipeline needs ftfy, which this Python doesn't have."
     )
     assert caught.value.remedy == "Install with: pip install ftfy"

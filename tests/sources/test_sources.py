@@ -109,7 +109,7 @@ def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.touch()
     assert read_error(lambda: resolve_source(path)) == (
-        f"The file {path} is not a .safetensors or .gguf file. {FORMS}. Give a .safetensors file, or the "
+        f"The file {path} isn't a .safetensors or .gguf file. {FORMS}. Give a .safetensors file, or the "
         "folder that has model_index.json in it."
     )
 
@@ -207,14 +207,14 @@ def test_a_single_file_that_is_no_known_checkpoint(folder: Path) -> None:
     assert (source.kind, source.pipeline_class) == ("file", "")
     assert read_stored_dtypes(source) == {"checkpoint": {"bf16": 85472}}
     message = read_error(lambda: load_pipeline(source, torch_dtypes=torch.float32))
-    assert message.startswith(f"Diffusers does not know what model {folder / TRANSFORMER} is; its")
+    assert message.startswith(f"Diffusers doesn't know what model {folder / TRANSFORMER} is; its")
 
 
 def test_a_single_file_for_a_class_that_has_no_such_form(folder: Path) -> None:
     """With the configuration of CogVideoX, the message says that a folder is needed."""
     source = resolve_source(folder / TRANSFORMER, config=folder)
     assert read_error(lambda: load_pipeline(source, torch_dtypes=torch.float32)).startswith(
-        "Diffusers cannot make a CogVideoXPipeline from a single file."
+        "Diffusers can't make a CogVideoXPipeline from a single file."
     )
 
 
@@ -256,9 +256,9 @@ def test_libraries_that_load_no_checkpoint_are_named(monkeypatch: pytest.MonkeyP
     here = {"diffusers": "0.42.0", "transformers": "4.57.1", "huggingface-hub": "0.36.0"}
     monkeypatch.setattr(sources, "read_version", here.get)
     assert read_error(lambda: resolve_source("shapes")) == (
-        "Checkpoints cannot be loaded in this environment: transformers is 4.57.1, accelerate is missing, "
+        "Checkpoints can't be loaded in this environment: transformers is 4.57.1, accelerate is missing, "
         "huggingface-hub is 0.36.0. Loading needs at least diffusers 0.42, transformers 5.0, accelerate "
-        "1.0, huggingface-hub 1.0. The guard, rescale_ and the nodes for ComfyUI do not. Install them, in "
+        "1.0, huggingface-hub 1.0. The guard, rescale_ and the nodes for ComfyUI don't. Install them, in "
         "the folder of Stopdown's repository: pip install '.[pipelines]'"
     )
 

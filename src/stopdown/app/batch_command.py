@@ -317,7 +317,7 @@ def _check_options(options: BatchOptions) -> None:
     check_rate(options.fps)
     if options.workers is not None and options.workers <= 0:
         raise OptionError(
-            f"--workers {options.workers} is not above 0.", remedy="Use --workers 1 or more."
+            f"--workers {options.workers} isn't above 0.", remedy="Use --workers 1 or more."
         )
     check_pairs(options)
 
@@ -352,7 +352,7 @@ def _refuse_other_folder(folder: Path) -> None:
         if json.loads((folder / SUMMARY).read_bytes()).get("kind") == "batch":
             return
     raise InputError(
-        f"The output folder {folder} is not empty (it holds {min(names)}), and is not from a batch.",
+        f"The output folder {folder} isn't empty (it holds {min(names)}), and isn't from a batch.",
         expected="The folder must be new, empty, or that of an earlier batch.",
         remedy="Name another folder with -o.",
     )

@@ -62,7 +62,7 @@ def _read_value(name: str, text: str) -> Any:
     except ValueError as error:
         if text[:1] in tuple('[{"'):
             raise OptionError(
-                f"--arg {name}={text} is not JSON: {take_first_line(error)}.",
+                f"--arg {name}={text} isn't JSON: {take_first_line(error)}.",
                 expected="A value that begins with a bracket, a brace or a quote is JSON.",
                 remedy=f"For example: --arg '{name}=[\"a\", 2]'.",
             ) from error

@@ -49,7 +49,7 @@ _OF_MODELS = (
 """Options that only apply to models; with any of them a weight file is checked as a model."""
 
 NOT_WRITTEN = (
-    "a folder cannot contain casts of arguments: after loading it, call stopdown.mend(pipe)."
+    "a folder can't contain casts of arguments: after loading it, call stopdown.mend(pipe)."
 )
 
 
@@ -140,7 +140,7 @@ def is_weight_file(options: CheckOptions) -> bool:
     ]
     if asked and suffix == ".gguf":
         raise OptionError(
-            f"--{asked[0]} cannot be used with the GGUF file {options.source}.",
+            f"--{asked[0]} can't be used with the GGUF file {options.source}.",
             expected="GGUF files are checked on their own, without the model.",
             remedy=f"Leave --{asked[0]} out.",
         )
@@ -317,7 +317,7 @@ def _describe_part(part: FilePart) -> str:
     if part.amax is not None:
         said.append(f"the largest value is {part.amax:.4g} ({part.largest})")
     if part.unread:
-        said.append(f"{part.unread} cannot be unpacked here")
+        said.append(f"{part.unread} can't be unpacked here")
     if part.scales:
         said.append(f"scales from {part.scales[0]:.3g} to {part.scales[1]:.3g}")
     return "; ".join(said)

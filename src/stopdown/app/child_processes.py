@@ -60,7 +60,7 @@ try:
     pickle.loads(guard)()
 except Exception as error:
     import sys
-    sys.stderr.write(f"stopdown: a process that the script started is not guarded: {error}\\n")
+    sys.stderr.write(f"stopdown: a process that the script started isn't guarded: {error}\\n")
 """
 """Code that a child process runs while it unpickles its preparation data. It never ends the process."""
 

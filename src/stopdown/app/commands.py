@@ -121,12 +121,12 @@ def _refuse_bytes(words: list[str]) -> None:
             shown = given.decode(errors="backslashreplace")
             if shown.encode() == given:  # the bytes are right, and read as another encoding
                 raise OptionError(
-                    f"The argument {shown} is UTF-8, and the locale of this terminal is not.",
+                    f"The argument {shown} is UTF-8, and the locale of this terminal isn't.",
                     expected="Names and prompts are written into records and pages, which are UTF-8.",
                     remedy="Set a UTF-8 locale: export LC_ALL=C.UTF-8",
                 )
             raise OptionError(
-                f"The argument {shown} holds bytes that are not UTF-8.",
+                f"The argument {shown} holds bytes that aren't UTF-8.",
                 expected="Names and prompts are written into records and pages, which are UTF-8.",
                 remedy="Give the file another name, or the text in UTF-8.",
             )

@@ -233,7 +233,7 @@ def read_prompts(path: Path) -> tuple[list[tuple[int, str]], list[BadLine]]:
         content = read_small_file(path, most_bytes=_MOST_BYTES)
     except UnreadableError as error:
         raise InputError(
-            f"The prompt file {path} cannot be read: {error}.",
+            f"The prompt file {path} can't be read: {error}.",
             expected="Prompts are a text file with one prompt on each line.",
             remedy="Name a file that exists.",
         ) from error
@@ -267,7 +267,7 @@ def _read_line(number: int, line: bytes) -> str | BadLine:
         text = line.decode("utf-8").strip()
     except UnicodeDecodeError as error:
         shown = line.decode("utf-8", errors="replace")[:60]
-        return BadLine(number, shown, f"Byte {error.start + 1} is not UTF-8.")
+        return BadLine(number, shown, f"Byte {error.start + 1} isn't UTF-8.")
     if text and (reason := find_text_fault(text)):  # of lines, so no line break is in it
         return BadLine(number, (text if text.isprintable() else ascii(text))[:60], reason)
     return text

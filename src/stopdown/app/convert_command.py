@@ -80,7 +80,7 @@ class ConvertOptions(ConvertRunOptions):
         bool,
         typer.Option(
             "--allow-eps",
-            help="Convert even if a norm's eps cannot be rescaled and the output changes slightly.",
+            help="Convert even if a norm's eps can't be rescaled and the output changes slightly.",
         ),
     ] = False
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if convert wrote it.")] = False
@@ -212,7 +212,9 @@ def print_conversion(made: Conversion, console: Console, *, is_whole: bool = Fal
         reasons = " ".join(entry.reasons)
         console.print(Text.assemble((f"\n{entry.component}", "bold"), f": {reasons}"))
     if made.unread:
-        line = f"\nCopied unchanged, because Diffusers does not read them: {list_some(made.unread, 5)}."
+        line = (
+            f"\nCopied unchanged, because Diffusers doesn't read them: {list_some(made.unread, 5)}."
+        )
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 

@@ -80,7 +80,7 @@ def keep_updated(
         try:
             path = str(write_cached_plan(updated))
         except OutputError as error:  # it costs the next run a repair, and this one nothing
-            announce(f"The repair only lasts for this run, and was not kept. {error.what}")
+            announce(f"The repair only lasts for this run, and wasn't kept. {error.what}")
             return None
     elif keeps:
         write_plan(updated, path)

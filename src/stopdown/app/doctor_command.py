@@ -141,7 +141,7 @@ def _print_fits(device: DeviceHealth, console: Console) -> None:
         if fit.seconds:
             told += f", {format_range(*fit.seconds)} for 50 steps"
         if not fit.strategy:
-            told = f"does not fit: {fit.precision} takes at least {peak}, and there are {has}"
+            told = f"doesn't fit: {fit.precision} takes at least {peak}, and there are {has}"
         print_prose(console, f"  {fit.model}, {fit.size}: {told}")
     if device.fits:
         print_prose(console, "  For any other model: stopdown fit MODEL --device NAME")

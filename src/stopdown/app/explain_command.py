@@ -92,7 +92,7 @@ def _explain_input(stream: BinaryIO) -> Diagnosis:
         return explain_stream(stream)
     except OSError as error:
         raise InputError(
-            f"Standard input cannot be read: {error.strerror}.",
+            f"Standard input can't be read: {error.strerror}.",
             remedy="Name the log instead: stopdown explain run.log",
         ) from error
 

@@ -117,7 +117,7 @@ def _read_limit(text: str, profile: Profile, display: Display) -> int:
         return there
     if not profile.memory_bytes:
         raise OptionError(
-            f"How much memory {profile.title} has is not known.",
+            f"How much memory {profile.title} has isn't known.",
             remedy="Say how much: --memory 8GiB.",
         )
     return profile.memory_bytes
@@ -150,8 +150,8 @@ def _print_tables(plan: MemoryForecast, console: Console) -> None:
         )
         _print_rows(shown, plan, console)
     console.print(
-        "\nStrategies that take longer without saving memory are not shown; --json shows all. Errors "
-        f"are not predicted. To measure them: stopdown compare {plan.source}",
+        "\nStrategies that take longer without saving memory aren't shown; --json shows all. Errors "
+        f"aren't predicted. To measure them: stopdown compare {plan.source}",
         soft_wrap=True,
     )
     for reason in plan.reasons:

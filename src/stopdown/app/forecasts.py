@@ -169,7 +169,7 @@ def _refuse(made: MemoryForecast, tried: Sequence[Fit]) -> str:
     """Return the answer for a run that does not fit, with the nearest size that does."""
     way, least = _find_smallest(tried)
     no = (
-        f"No, it does not fit. The smallest strategy, {least.strategy.name.replace('+', ' + ')} in "
+        f"No, it doesn't fit. The smallest strategy, {least.strategy.name.replace('+', ' + ')} in "
         f"{way.chosen}, needs {format_bytes(least.needed_bytes)}, and the limit is "
         f"{format_bytes(made.limit_bytes)}."
     )
@@ -295,7 +295,7 @@ def _explain(
     if profile.kind == "mps" and chosen is not None and chosen[1].stored_bytes:
         prediction = chosen[1]
         reasons.append(
-            "CPU and GPU share the memory of a Mac: with the weights that are not in use, the run takes "
+            "CPU and GPU share the memory of a Mac: with the weights that aren't in use, the run takes "
             f"{format_bytes(prediction.needed_bytes + prediction.stored_bytes)}."
         )
     said = dict.fromkeys(one.speed.reason for one in tried if one.speed is not None)

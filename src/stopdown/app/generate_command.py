@@ -444,7 +444,7 @@ def _read_request(options: GenerateOptions) -> Request:
     if options.prompt == "":
         raise OptionError(
             "The prompt is empty.",
-            expected="An empty prompt often comes from a shell variable that is not set.",
+            expected="An empty prompt often comes from a shell variable that isn't set.",
             remedy="Describe the picture, or leave the prompt out if the model takes none. A space, "
             '" ", is an empty prompt.',
         )

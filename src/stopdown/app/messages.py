@@ -84,7 +84,7 @@ def describe_interrupt(words: list[str], cause: str = "Ctrl-C") -> list[str]:
     if command == "batch":  # it has said how many are
         said = [f"Stopped by {cause}."]
     elif command == "generate" and "--num" in given:
-        said = [f"Stopped by {cause}; the output that was being made was not finished."]
+        said = [f"Stopped by {cause}; the output that was being made wasn't finished."]
     if command in ("batch", "compare") or (command == "generate" and "--journal" in given):
         said.append("Run the same command again to continue.")
     elif command == "generate":

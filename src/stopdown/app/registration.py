@@ -90,7 +90,7 @@ class _Command(typer.core.TyperCommand):
         words = " ".join([ctx.params["prompt"], *ctx.args])
         raise OptionError(
             f"The prompt has {1 + len(ctx.args)} parts: {words}.",
-            expected="A shell splits what is not in quotes.",
+            expected="A shell splits what isn't in quotes.",
             remedy=f"Put the prompt in quotes: stopdown {self.name} "
             f"{shlex.quote(ctx.params['source'])} {shlex.quote(words)}",
         )
@@ -191,7 +191,7 @@ def _read_number(flag: str, kind: type[int] | type[float], given: object) -> int
     ):
         return kind(text)
     raise OptionError(
-        f"{flag} {shlex.quote(text)} is not a {'whole ' * (kind is int)}number.",
+        f"{flag} {shlex.quote(text)} isn't a {'whole ' * (kind is int)}number.",
         expected="A number is written in the digits 0 to 9"
         + ("." if kind is int else ", with a point where it has decimals."),
         remedy=f"For example: {flag} {_EXAMPLES[kind]}.",
@@ -207,7 +207,7 @@ def _read_path(flag: str, kind: type, given: object) -> object:
     if given == "":
         raise OptionError(
             f"{flag} is empty.",
-            expected="It takes a path. An empty one often comes from a shell variable that is not set.",
+            expected="It takes a path. An empty one often comes from a shell variable that isn't set.",
             remedy=f"Leave {flag} out, or name a file.",
         )
     return kind(given)

@@ -143,7 +143,7 @@ def refuse_unknown_device(device: str | None, *, takes_profile: bool = False) ->
         find_profile(device)
         return
     raise OptionError(
-        f"--device {device} is a profile of the {find_profile(device).title} for forecasts. A model cannot "
+        f"--device {device} is a profile of the {find_profile(device).title} for forecasts. A model can't "
         "run on it.",
         expected="The device of a run is auto, cuda, cuda:1, mps or cpu.",
         remedy="To run on a card in this machine, use --device cuda. For a forecast, use stopdown check "
@@ -158,5 +158,5 @@ def check_rate(fps: float) -> None:
     """Refuse frames per second that are not above 0, or above the limit of video files."""
     if not 0 < fps <= _MOST_FPS:  # NaN is neither
         raise OptionError(
-            f"--fps {fps:g} is not above 0 and at most {_MOST_FPS:g}.", remedy="Use --fps 8."
+            f"--fps {fps:g} isn't above 0 and at most {_MOST_FPS:g}.", remedy="Use --fps 8."
         )

@@ -74,7 +74,7 @@ class ScriptOptions(CommandOptions):
         bool,
         typer.Option(
             "--strict",
-            help="Exit with code 1, even if the script succeeds, if NaN or Inf could not be repaired or "
+            help="Exit with code 1, even if the script succeeds, if NaN or Inf couldn't be repaired or "
             "frames are black, grey, frozen or noisy.",
         ),
     ] = False

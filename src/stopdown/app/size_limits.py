@@ -213,8 +213,8 @@ def show_before_download(
     display.inform(describe_forecast(made, is_limited=bool(limit)))
     if limit and made.precision != first:
         raise OptionError(
-            f"{options.source} does not fit on {device} in {first}, and its weights were not downloaded.",
-            expected=made.answer.removeprefix("No, it does not fit. "),
+            f"{options.source} doesn't fit on {device} in {first}, and its weights weren't downloaded.",
+            expected=made.answer.removeprefix("No, it doesn't fit. "),
             remedy=f"Use: {made.command}"
             if made.command
             else "Use a smaller model, or more memory.",

@@ -86,7 +86,7 @@ def _explain_failure(error: OSError) -> StdoutError | ReaderGone:
         return ReaderGone()
     cause = explain_refusal(Path(), error).what.partition(": ")[2]
     return StdoutError(
-        f"Standard output could not be written: {cause}",
+        f"Standard output couldn't be written: {cause}",
         expected="The command itself completed.",
         remedy="Send it elsewhere, or free some space.",
     )

@@ -218,7 +218,7 @@ def _refuse_inputs(class_name: str, asked: Iterable[tuple[Item, Request]]) -> No
     shown = list(refused.values())[:_MOST_REFUSALS]
     said = [f"{_name_lines(lines)} of the prompts: {x.what}" for x, lines in shown]
     if more := len(refused) - len(shown):
-        said.append(f"{more} more kinds of refusal are not listed.")
+        said.append(f"{more} more kinds of refusal aren't listed.")
     raise OptionError(
         " ".join(said),
         expected=shown[0][0].expected if len(refused) == 1 else "",

@@ -154,7 +154,7 @@ def _read_text(given: str) -> str:
         content = _read_bytes(given)
     except (UnreadableError, OSError) as error:
         raise InputError(
-            f"The prompts file {given} cannot be read: {take_first_line(error).rstrip('.')}.",
+            f"The prompts file {given} can't be read: {take_first_line(error).rstrip('.')}.",
             expected=f"{_FORMS}.",
             remedy='Name a file that exists: prompts="prompts.txt"',
         ) from error
@@ -163,7 +163,7 @@ def _read_text(given: str) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise InputError(
-            f"The prompts {given} are not UTF-8: byte {error.start + 1}, in line {line}.",
+            f"The prompts {given} aren't UTF-8: byte {error.start + 1}, in line {line}.",
             expected=f"{_FORMS}.",
             remedy=f"Convert them: iconv -f latin1 -t utf-8 {given} > prompts-utf8.txt",
         ) from error

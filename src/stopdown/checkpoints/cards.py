@@ -21,8 +21,8 @@ CARD_LINE = "converted to fp16 by Stopdown"
 """End of a card's first line."""
 
 _ADAPTERS = (
-    "**Adapters (LoRA, DoRA, IP-Adapter) and ControlNets that were trained for the original do "
-    "not fit these weights**: what they add has another scale, and the picture is wrong without an "
+    "**Adapters (LoRA, DoRA, IP-Adapter) and ControlNets that were trained for the original don't "
+    "fit these weights**: what they add has another scale, and the picture is wrong without an "
     "error. Convert the LoRA as well, with this model as its plan: "
     "`stopdown convert LORA OUT --plan THIS`."
 )
@@ -43,7 +43,7 @@ def list_entries(
     if rescaled := [entry.component for entry in listed if entry.folded]:
         entries[RESCALED_ENTRY] = (
             f"{', '.join(rescaled)}: weights are times powers of two; an adapter (LoRA) for the "
-            "original does not fit"
+            "original doesn't fit"
         )
         entries[EXPONENTS_ENTRY] = json.dumps(dict(exponents))
     for entry in listed:
@@ -62,7 +62,7 @@ def refuse_rescaled(name: str, said: str, *, otherwise: str = "") -> None:
     if said:
         raise OptionError(
             f"{name} is already rescaled. {said[0].upper()}{said[1:]}.",
-            expected="Rescaled weights already fit into fp16, and cannot be rescaled again.",
+            expected="Rescaled weights already fit into fp16, and can't be rescaled again.",
             remedy=f"Use it as it is, or convert the original.{otherwise}",
         )
 
@@ -105,7 +105,7 @@ def _word_calls(record: Conversion) -> str:
         "of two were found for calls with the "
         "arguments below. With other arguments, a component may return wrong values without "
         "an error. For such calls, use the original with a plan.\n\n"
-        f"| component | calls that it is for | arguments that it is not for |\n|---|---|---|\n{rows}\n"
+        f"| component | calls that it is for | arguments that it isn't for |\n|---|---|---|\n{rows}\n"
     )
 
 

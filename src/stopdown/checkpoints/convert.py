@@ -320,7 +320,7 @@ def _refuse(work: _Work, allow_eps: bool) -> None:
     parts = [f"{name}: {why}" for name, why in work.problems.items()]
     is_eps = not allow_eps and any(name in work.expressed for name in work.problems)
     leave = " ".join(f'leave="{name}"' for name in work.problems)
-    ways = [f"Write unchanged what cannot be converted: {leave}."]
+    ways = [f"Write unchanged what can't be converted: {leave}."]
     kept = [getattr(work.pipe, x) for x in work.problems if x in work.expressed]
     if is_eps and not work.has_config and any(map(find_eps_fields, kept)):
         ways.append('Or write a folder, whose config sets eps: to="diffusers".')
@@ -328,7 +328,7 @@ def _refuse(work: _Work, allow_eps: bool) -> None:
         ways.append('Or accept the difference: allow="eps".')
     ways.append(f"Or run the plan itself: stopdown generate {work.source.name} --precision PLAN.")
     raise OptionError(
-        f"{work.source.name} cannot be written in fp16 for programs without Stopdown. "
+        f"{work.source.name} can't be written in fp16 for programs without Stopdown. "
         f"{' '.join(parts)}",
         expected="Files can only contain weights and configs, but no multiplications, fp32 modules "
         "or casts.",
@@ -504,7 +504,7 @@ def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str
         write_single_file(work.source.path, part, spread, entries, columns)
     except ScalingError as error:
         raise OptionError(
-            f"{work.source.name} cannot be written as a single file. {error.what}",
+            f"{work.source.name} can't be written as a single file. {error.what}",
             expected="Each row of the file belongs to rows of parameters with one exponent.",
             remedy='Give a folder as OUT, or leave that component: leave="COMPONENT".',
         ) from error
@@ -555,7 +555,7 @@ _CARRIED = (
 
 def _list_reasons(work: _Work, entry: ComponentPlan, found: FileExponents) -> Iterator[str]:
     if found.anew:
-        yield "The plan's exponents cannot all be stored in a weight file, so they were recomputed."
+        yield "The plan's exponents can't all be stored in a weight file, so they were recomputed."
     if found.scaling.certified:
         yield (
             "Proven from its weights: every fp16 activation stays in range. "

@@ -359,7 +359,7 @@ def _scale(tensor: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 def _refuse(path: Path, strange: list[str], problems: list[str], count: int) -> None:
     if strange:
         raise SourceError(
-            f"The LoRA {path} does not fit the model: it has no layer for {list_some(strange, 4)} "
+            f"The LoRA {path} doesn't fit the model: it has no layer for {list_some(strange, 4)} "
             f"({len(strange)} of {count}).",
             expected=(
                 "A LoRA fits one architecture, and its keys name that model's layers: in "
@@ -369,7 +369,7 @@ def _refuse(path: Path, strange: list[str], problems: list[str], count: int) -> 
         )
     if problems:
         raise OptionError(
-            f"The LoRA {path} cannot be converted exactly. {list_some(problems, 4)}.",
+            f"The LoRA {path} can't be converted exactly. {list_some(problems, 4)}.",
             expected="An adapter has to be scaled by the same powers of two as the weights that it "
             "is added to.",
             remedy="Merge it into the original model (load it there, fuse_lora(), unload_lora_weights(), "

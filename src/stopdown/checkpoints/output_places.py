@@ -49,7 +49,7 @@ def _refuse_quantised(source: Source) -> None:
     kinds = ", ".join(dict.fromkeys(x.stored for x in file.weights if x.is_scaled)) or file.kind
     raise OptionError(
         f"{source.name} has quantised weights ({kinds}).",
-        expected="Exponents are not written into quantised files.",
+        expected="Exponents aren't written into quantised files.",
         remedy="Give a folder as OUT, which gets their values in fp16. Or convert the file that it was "
         "quantised from, and quantise the result.",
     )
@@ -137,7 +137,7 @@ def check_place(
     ):  # False for a name that is too long
         raise OutputError(
             f"OUT {target} holds {_CONVERTED} before.",
-            expected="Existing files are not replaced.",
+            expected="Existing files aren't replaced.",
             remedy=f'Add allow="overwrite" to replace it, or give another place: {find_free(target)}.',
         )
     check_target(target, folder=not is_file, option="as OUT", replaces=replaces)
@@ -151,7 +151,7 @@ def _refuse_nested(source: Source, target: Path, plan: str | Path | None) -> Non
     if place == folder:
         raise OutputError(
             f"OUT {target} is the model itself.",
-            remedy="Give another place; it is not overwritten.",
+            remedy="Give another place; it isn't overwritten.",
         )
     if source.path.is_dir() and place.is_relative_to(folder):
         raise OutputError(
@@ -183,12 +183,12 @@ def describe_other_folder(folder: Path) -> str:
     try:
         record = read_record(folder / RECORD_NAME, Conversion)
     except InputError:
-        return "a folder that convert did not write"
+        return "a folder that convert didn't write"
     found = measure_files(folder)
     others = [name for name, size in found.items() if record.files.get(name) != size]
     if not others:
         return ""
-    return f"a folder with files that convert did not write so: {list_some(sorted(others), 5)}"
+    return f"a folder with files that convert didn't write so: {list_some(sorted(others), 5)}"
 
 
 def measure_files(folder: Path) -> dict[str, int]:
@@ -219,4 +219,4 @@ def describe_other_file(path: Path) -> str:
         return _NOT_CONVERTED
 
 
-_NOT_CONVERTED = "a file that convert did not write"
+_NOT_CONVERTED = "a file that convert didn't write"

@@ -143,7 +143,7 @@ def _open(folder: Path, config: dict[str, Any], name: str) -> Encoder:
             + ("requires code of its own." if config.get("auto_map") else "names no class."),
             expected=(
                 "`architectures` names a class of Transformers. Code that comes with a model "
-                "is not run."
+                "isn't run."
             ),
             remedy="Give a text encoder of Transformers, as save_pretrained writes it.",
         )
@@ -286,7 +286,7 @@ def _express(
             continue
         return found, entry, list(_list_reasons(found, entry, is_unread, states))
     raise OptionError(
-        f"{encoder.folder} cannot be written in fp16 for plain Transformers. {' '.join(problems)}",
+        f"{encoder.folder} can't be written in fp16 for plain Transformers. {' '.join(problems)}",
         expected="Files can only contain weights and configs, but no multiplications, fp32 modules "
         "or casts.",
         remedy="Run it under a plan of its pipeline, or in bf16.",
@@ -304,7 +304,7 @@ def _plan(
     if not scaling.certified or scaling.fp32_modules or scaling.multiplies:
         rest = f"with {describe_rest(entry)}" if scaling.fp32_modules or scaling.multiplies else ""
         raise ScalingError(
-            f"Bounds do not certify it {rest}".strip()
+            f"Bounds don't certify it {rest}".strip()
             + f": {scaling.bounded} of {scaling.values} values have one that fits."
         )
     return describe_scaling(bare, scaling, "fp16", 0)
@@ -317,7 +317,7 @@ def _list_reasons(
         yield "Certified: no text overflows fp16."
     elif found.anew and entry.in_force.certified:
         yield (
-            "Its exponents were recomputed from measured calls, because a file cannot hold the certified "
+            "Its exponents were recomputed from measured calls, because a file can't hold the certified "
             "ones."
         )
     else:

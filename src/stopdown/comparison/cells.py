@@ -162,7 +162,7 @@ def read_outcome(path: Path) -> Outcome:
         return msgspec.msgpack.decode(path.read_bytes(), type=Outcome, dec_hook=_decode)
     except Exception as error:  # whatever a changed file makes its parts raise
         raise InputError(
-            f"The finished cell {path} cannot be read: {take_first_line(error)}.",
+            f"The finished cell {path} can't be read: {take_first_line(error)}.",
             expected="A cell is used as compare wrote it.",
             remedy=f"Remove it, and the same command makes it again: rm {path}",
         ) from error

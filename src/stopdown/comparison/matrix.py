@@ -398,7 +398,7 @@ def _explain_reference(reference: str, ranked: Sequence[str], needs_clamp: bool)
     if needs_clamp:
         return (
             f"A clamp at fp16's maximum is part of this model, so {reference}, where the clamp "
-            "acts, is its reference, and unclamped fp32 is not."
+            "acts, is its reference, and unclamped fp32 isn't."
         )
     if reference == ranked[0]:
         return f"{reference} is the most precise of those compared."

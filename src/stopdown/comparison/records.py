@@ -39,7 +39,7 @@ class Thresholds(Displayed):
     source: str = (
         "33 dB and 0.95 are where viewers begin to call a picture good (mean opinion score 4 of 5) "
         "in Zinner, Hohlfeld, Abboud and Hossfeld, Impact of frame rate and resolution on objective "
-        "QoE metrics, QoMEX 2010. There are no such limits for FLIP and flicker, so they are not limited."
+        "QoE metrics, QoMEX 2010. There are no such limits for FLIP and flicker, so they aren't limited."
     )
 
 
@@ -280,7 +280,7 @@ WORDS = {
     "same": "same picture",
     "other": "different picture",
     "broken": "broken",
-    "failed": "did not run",
+    "failed": "didn't run",
 }
 """Verdicts in the words that users see."""
 
@@ -344,10 +344,10 @@ class Comparison(Displayed):
         notes += [(x.name, " ".join(x.reasons)) for x in self.variants if x.verdict != "reference"]
         notes += [("", reason) for reason in self.reasons]
         notes += [
-            ("", f"Line {x.line} of the prompts was not run: {x.reason}") for x in self.bad_lines
+            ("", f"Line {x.line} of the prompts wasn't run: {x.reason}") for x in self.bad_lines
         ]
         notes += [
-            ("", f"{cell.precision} did not run on line {row.line}: {cell.error}")
+            ("", f"{cell.precision} didn't run on line {row.line}: {cell.error}")
             for row in self.rows
             for cell in row.cells
             if cell.error

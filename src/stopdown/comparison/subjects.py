@@ -346,7 +346,7 @@ def _find_dtype(precision: str, plan: Plan | None, remedy: str) -> torch.dtype:
     name = "fp16" if precision == PLAIN_FP16 else precision
     if name not in FORMATS:
         raise OptionError(
-            f"What is in memory cannot be compared in {precision}.",
+            f"What is in memory can't be compared in {precision}.",
             expected="It accepts fp32, bf16, fp16, fp16-plain, autocast, clamp, and the path of a plan.",
             remedy=remedy,
         )

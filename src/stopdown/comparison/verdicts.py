@@ -137,7 +137,7 @@ def _summarise(cells: Sequence[Cell], verdict: str) -> Iterable[str]:
         return
     counts = {word: sum(cell.verdict == word for cell in cells) for word in WORST_FIRST}
     words = {
-        "failed": "did not run",
+        "failed": "didn't run",
         "broken": "broken",
         "other": "different picture",
         "same": "the same picture",
@@ -235,7 +235,7 @@ def _word_verdicts(variants: Sequence[Variant]) -> str:
         ),
         ("other", "gives different pictures", "give different pictures"),
         ("broken", "is broken", "are broken"),
-        ("failed", "did not run", "did not run"),
+        ("failed", "didn't run", "didn't run"),
     ):
         if found := names.get(verdict):
             said.append(f"{_join(found)} {one if len(found) == 1 else several}")

@@ -141,7 +141,7 @@ def check_run(program: Any, run: Any, arguments: Any, name: str) -> bool:
         )
     find_components(program)  # refuses what holds no module
     if run is None:
-        raise explain_run(f"A {kind} is not a pipeline, so it is not known how to run it.", name)
+        raise explain_run(f"A {kind} isn't a pipeline, so it isn't known how to run it.", name)
     return True
 
 

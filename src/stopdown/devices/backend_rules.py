@@ -208,7 +208,7 @@ def judge_format(operation: BackendRule, place: Place, format_name: str) -> Ruli
         if format_name in gap.formats and _applies(gap, place):
             return Ruling(
                 False,
-                f"{operation.name} is not implemented in {format_name} on {place.backend}"
+                f"{operation.name} isn't implemented in {format_name} on {place.backend}"
                 f"{_describe_limits(gap)}: {gap.message}",
                 gap.source,
             )

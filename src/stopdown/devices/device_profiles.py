@@ -202,7 +202,7 @@ def find_profile(name: str) -> Profile:
             text = read_small_file(path, most_bytes=_MOST_BYTES).decode("utf-8")
         except (UnreadableError, UnicodeDecodeError) as error:
             raise OptionError(
-                f"The profile {path} cannot be read: {error}.",
+                f"The profile {path} can't be read: {error}.",
                 remedy="Name a TOML file that exists; stopdown doctor --device v100 --toml prints one "
                 "to start from.",
             ) from None
@@ -309,7 +309,7 @@ def parse_profile(text: str, name: str) -> Profile:
     try:
         tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # too many digits or brackets are no TOML error
-        raise _bad_profile(name, f"is not TOML: {error}") from None
+        raise _bad_profile(name, f"isn't TOML: {error}") from None
     return _convert_profile(tables, name)
 
 
@@ -317,7 +317,7 @@ def _convert_profile(tables: dict[str, Any], name: str) -> Profile:
     try:
         profile = msgspec.convert(tables, Profile)
     except msgspec.ValidationError as error:
-        raise _bad_profile(name, f"is not complete: {error}") from None
+        raise _bad_profile(name, f"isn't complete: {error}") from None
     problem = _find_problem(profile)
     if problem:
         raise _bad_profile(name, problem)
@@ -330,7 +330,7 @@ def _find_problem(profile: Profile) -> str:
         return f"names the format {unknown[0]}; known are {', '.join(FORMATS)}"
     absent = [name for name in PRECISIONS if name not in profile.formats]
     if absent:
-        return f"does not say how {absent[0]} is computed (table [formats.{absent[0]}])"
+        return f"doesn't say how {absent[0]} is computed (table [formats.{absent[0]}])"
     if profile.kind == "cuda" and not profile.capability and not profile.architecture:
         return "is of the kind cuda and has neither capability nor architecture"
     if profile.memory and not 0 <= profile.memory.gib <= _LARGEST_GIB:
@@ -343,7 +343,7 @@ def _find_bad_fact(formats: Mapping[str, FormatFact]) -> str:
         if not fact.source.strip():
             return f"gives no source for formats.{name}"
         if fact.rate is not None and not fact.rate > 0:
-            return f"gives formats.{name} the rate {fact.rate}, which is not above 0"
+            return f"gives formats.{name} the rate {fact.rate}, which isn't above 0"
         for what, number in (("rate", fact.rate), ("tflops", fact.tflops)):
             if number is not None and not _LEAST_RATE <= number <= _LARGEST_RATE:
                 return f"gives formats.{name} {number} for {what}, which no device has"

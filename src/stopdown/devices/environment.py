@@ -146,7 +146,7 @@ def require_package(package: str, extra: str, what: str, *, otherwise: str = "")
     """
     if importlib.util.find_spec(package) is None:
         raise OptionError(
-            f"{what} needs the package {package}, which is not installed.",
+            f"{what} needs the package {package}, which isn't installed.",
             remedy="Install it, in the folder of Stopdown's repository: "
             f"pip install '.[{extra}]'{otherwise}",
         )

@@ -215,7 +215,7 @@ def _measure_formats(device: Device) -> dict[str, Timing]:
             try:
                 made = _make_operations(device, FORMATS[name].torch_dtype)
                 if not all(bool(torch.isfinite(operation()).all()) for operation in made):
-                    raise ArithmeticError("a sum of products of 0.125 was not finite")
+                    raise ArithmeticError("a sum of products of 0.125 wasn't finite")
                 operations |= {(name, at): operation for at, operation in enumerate(made)}
             except (RuntimeError, TypeError, NotImplementedError, ArithmeticError) as error:
                 failures[name] = f"{take_first_line(error).rstrip('.')}."

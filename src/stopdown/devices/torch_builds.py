@@ -142,7 +142,7 @@ def find_missing_system(version: str, macos: tuple[int, ...]) -> OptionError | N
         return None
     here, least = ".".join(map(str, macos)), ".".join(map(str, row.least))
     return OptionError(
-        f"This PyTorch ({version}) does not use the Apple GPU under macOS {here}.",
+        f"This PyTorch ({version}) doesn't use the Apple GPU under macOS {here}.",
         expected=f"It needs macOS {least} or newer.",
         remedy="Update macOS, or choose an older PyTorch at https://pytorch.org/get-started/locally/. "
         f"{_ON_CPU}",

@@ -200,7 +200,7 @@ def _read_log(path: Path) -> list[str]:
         with path.open("rb") as file:
             head = file.read(half)
             if b"\0" in head and find_coding(head) == "utf-8":
-                raise _refuse_log(path, "it is not text")
+                raise _refuse_log(path, "it isn't text")
             file.seek(max(half, path.stat().st_size - half))
             return decode_log(head, file.read(half))
     except OSError as error:
@@ -265,7 +265,7 @@ _SHOWN_BY = {
 
 def _refuse_log(path: Path, cause: str) -> InputError:
     return InputError(
-        f"The file {path} cannot be read: {cause}.",
+        f"The file {path} can't be read: {cause}.",
         remedy="Name a log, a picture or a video that exists, give the message itself, or pipe a "
         "log into stopdown explain -",
     )

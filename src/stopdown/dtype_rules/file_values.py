@@ -223,7 +223,7 @@ def _check_backends(file: WeightFile, profile: Profile | None) -> Iterator[Findi
         stored[weight.stored] += weight.size_bytes
     has_fp8 = any("fp8" in kind or "float8" in kind for kind in stored)
     if has_fp8 and profile and profile.kind == "mps":
-        evidence = f"{profile.title} does not store fp8 (pytorch/pytorch#148420)."
+        evidence = f"{profile.title} doesn't store fp8 (pytorch/pytorch#148420)."
         yield make_finding("codes-unsupported", file.path.name, evidence)
     is_wide = any(kind == "bf16" or is_quantised(kind) for kind in stored)
     if is_wide and RESCALED_ENTRY not in file.metadata and not _list_adapters(file):

@@ -218,7 +218,7 @@ def _widen_parameters(case: _Case) -> str:
     kind = type(parts[case.path]).__name__
     return (
         f"{case.name}: {len(parts)} {kind} cast their input to fp32 themselves: {len(names)} parameters "
-        "of theirs are fp32; the bits that a cast took are not back."
+        "of theirs are fp32; the bits that a cast took aren't back."
     )
 
 

@@ -105,7 +105,7 @@ def answer(sums: Iterable[Sum]) -> str:
         if beyond:
             safe, piece = False, min(x.piece for x in beyond)
             fits = f"in pieces of {piece} terms they fit" if piece else "no pieces of them fit"
-            said += f", {len(beyond)} of {len(own)} do not fit, {fits}"
+            said += f", {len(beyond)} of {len(own)} don't fit, {fits}"
         if piece:
             rounds = math.ceil(piece / GROUP)
             said += f" (error about {ROUNDING * rounds**0.5:.1e}, at most {ROUNDING * rounds:.1e})"

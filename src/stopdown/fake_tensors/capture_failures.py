@@ -17,8 +17,8 @@ def describe_failure(error: Exception, module: torch.nn.Module) -> CaptureError:
     """Make the error for a module whose code failed on fake tensors, with the line that failed."""
     reason = take_first_line(error)
     return CaptureError(
-        f"{type(module).__name__} cannot be captured as a graph: {reason} ({_blame(error)}).",
-        expected="Capturing needs code whose control flow does not depend on the values of tensors.",
+        f"{type(module).__name__} can't be captured as a graph: {reason} ({_blame(error)}).",
+        expected="Capturing needs code whose control flow doesn't depend on the values of tensors.",
         remedy="Run it in bf16 or fp32, or keep the module at fault outside the captured call.",
     )
 

@@ -68,7 +68,7 @@ def open_regular_file(path: Path) -> BinaryIO:
         raise UnreadableError(reason[:1].lower() + reason[1:]) from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise UnreadableError("it is not a regular file")
+        raise UnreadableError("it isn't a regular file")
     return file
 
 
@@ -106,10 +106,10 @@ def parse_json(content: bytes, *, allows_infinity: bool = False) -> Any:
     except RecursionError:
         _refuse_depth()
     except UnicodeDecodeError as error:
-        raise UnreadableError(f"it is not UTF-8 at byte {error.start}") from error
+        raise UnreadableError(f"it isn't UTF-8 at byte {error.start}") from error
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise UnreadableError(f"it is not JSON at {where}: {error.msg}") from error
+        raise UnreadableError(f"it isn't JSON at {where}: {error.msg}") from error
     _check_depth(found)
     _check_characters(content, found)
     return found

@@ -48,7 +48,7 @@ def refuse_nameless(path: str | os.PathLike[str], option: str = "with -o") -> No
     """Refuse `/`, `.` and `..`, which cannot be replaced by a file or folder."""
     if Path(path).name in ("", ".."):
         raise OutputError(
-            f"The output {os.fspath(path)} is a folder that cannot be replaced.",
+            f"The output {os.fspath(path)} is a folder that can't be replaced.",
             expected="Stopdown writes under a temporary name beside the output and renames it.",
             remedy=f"Name a file or folder inside of it {option}: {Path(path, 'out')}",
         )
@@ -64,7 +64,7 @@ def check_suffix(path: Path, *suffixes: str, expected: str = "") -> None:
     refuse_nameless(path)
     if path.suffix.lower() not in suffixes:
         raise OptionError(
-            f"The output {path} does not end in {suffixes[0]}.",
+            f"The output {path} doesn't end in {suffixes[0]}.",
             expected=expected,
             remedy=f"Use -o {path.with_suffix(suffixes[0])}.",
         )
@@ -101,7 +101,7 @@ def check_target(
         holder = next(folder for folder in target.parents if folder.exists())
         if not holder.is_dir():
             raise OutputError(
-                f"The {noun} {shown} cannot be written: {holder} is a file, not a folder.",
+                f"The {noun} {shown} can't be written: {holder} is a file, not a folder.",
                 remedy=f"Choose another name {option}.",
             )
         _refuse_kind(shown, noun, found, folder)
@@ -110,13 +110,13 @@ def check_target(
         if not force and found == "file":
             raise OutputError(
                 f"The {noun} {shown} already exists.",
-                expected="Existing files are not replaced.",
+                expected="Existing files aren't replaced.",
                 remedy="Add force=True to replace it, or choose another name "
                 f"{option}: {find_free(shown)}.",
             )
         if folder and os.path.ismount(target):
             raise OutputError(
-                f"The output {shown} is a mount point, and cannot be replaced.",
+                f"The output {shown} is a mount point, and can't be replaced.",
                 expected="Stopdown writes a folder under a temporary name and renames it.",
                 remedy=f"Name a folder inside of it: {shown / 'out'}",
             )
@@ -305,7 +305,7 @@ def _refuse_taken(
     """Refuse a target whose present content must not be replaced."""
     if target.is_dir() and replaces is None and any(target.iterdir()):
         raise OutputError(
-            f"The {noun} folder {shown} is not empty.",
+            f"The {noun} folder {shown} isn't empty.",
             expected="The folder must be new or empty.",
             remedy=f"Choose another folder {option}, for example {shown}-2/, or empty this one.",
         )
@@ -413,7 +413,7 @@ def _settle(part: Path, shown: Path, target: Path, option: str, replaces: Replac
         kept = _rename_numbered(part, target)
         why = error.what if isinstance(error, OutputError) else f"{error.strerror}."
         raise OutputError(
-            f"The output {shown} could not be put into its place: {why}",
+            f"The output {shown} couldn't be put into its place: {why}",
             expected=f"It is whole, and was kept as {kept}.",
             remedy=f"Move it: mv {kept} PLACE",
         ) from error
@@ -485,7 +485,7 @@ def explain_refusal(target: Path, error: OSError, option: str = "with -o") -> Ou
     known = _REFUSALS.get(error.errno or 0)
     cause, remedy = known or (error.strerror or str(error), "Choose another place with -o.")
     return OutputError(
-        f"The output {target} could not be written: {cause}.",
+        f"The output {target} couldn't be written: {cause}.",
         expected="Nothing half-written was left behind.",
         remedy=remedy.replace("with -o", option),
         by_system=error.errno in _FAILURES,

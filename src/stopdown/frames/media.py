@@ -50,7 +50,7 @@ def choose_format(path: str | os.PathLike[str], frames: int | None) -> str:
     is_folder = not suffix or text.endswith(("/", os.sep))
     if frames == 0 and (is_folder or suffix not in SOUNDS):
         raise OptionError(
-            f"The output {text} is not a file of sound, and the pipeline makes sound alone.",
+            f"The output {text} isn't a file of sound, and the pipeline makes sound alone.",
             expected=f"The formats of sound are {' and '.join(SOUNDS)}.",
             remedy=f"Use -o {stem}.wav.",
         )
@@ -60,7 +60,7 @@ def choose_format(path: str | os.PathLike[str], frames: int | None) -> str:
         if Path(path).is_dir():
             return FOLDER
         raise OptionError(
-            f"The output {text} ends in {suffix}, which is not a format that Stopdown writes.",
+            f"The output {text} ends in {suffix}, which isn't a format that Stopdown writes.",
             expected=f"The formats are {', '.join(VIDEOS)}, {', '.join(PICTURES)} (a single frame), a "
             f"folder of png files, and {', '.join(SOUNDS)} for sound.",
             remedy=f"Use -o {stem}.mp4 for a video, -o {stem}.png for a picture, or -o {stem}/ for a "
@@ -177,7 +177,7 @@ def _write_video(
         if isinstance(error, OSError):  # explained by `written_beside`
             raise
         raise OutputError(
-            f"{_CODECS[container][0]} cannot encode {len(frames)} frames of height {height} and width "
+            f"{_CODECS[container][0]} can't encode {len(frames)} frames of height {height} and width "
             f"{width}: {_first_line(error)}.",
             expected="The encoder takes sizes up to 16384.",
             remedy="Write a folder of frames with -o frames/, or a smaller `height` and `width`.",
@@ -374,7 +374,7 @@ def read_image(path: str | os.PathLike[str]) -> Frames:
         raise
     except Exception as error:  # Pillow's readers raise whatever a damaged file makes of them
         raise InputError(
-            f"The file {source} cannot be read as a picture: {_first_line(error)}.",
+            f"The file {source} can't be read as a picture: {_first_line(error)}.",
             expected="Pictures are png, jpeg, webp, bmp, tiff, gif, ppm or avif.",
             remedy="Open it in a viewer to see whether it is damaged, and save it as png.",
         ) from error
@@ -460,7 +460,7 @@ def _decode(source: Path) -> Iterator[Frames]:
         with av.open(str(source), container_options=options) as container:
             context = container.streams.video[0].codec_context
             if context is None:
-                raise _refuse_video(source, "FFmpeg does not know its codec")
+                raise _refuse_video(source, "FFmpeg doesn't know its codec")
             _refuse_large(source, context.width, context.height)
             context.options = {"max_pixels": str(LARGEST_PICTURE)}
             for frame in container.decode(video=0):
@@ -485,7 +485,7 @@ def _require_file(path: str | os.PathLike[str]) -> Path:
     if not source.is_file():
         found = "it is a folder" if source.is_dir() else "there is no such file"
         raise InputError(
-            f"The file {source} cannot be read: {found}.",
+            f"The file {source} can't be read: {found}.",
             expected=f"Relative paths start from {Path.cwd()}.",
             remedy=f"Look with: ls {source.parent}",
         )
@@ -494,7 +494,7 @@ def _require_file(path: str | os.PathLike[str]) -> Path:
 
 def _refuse_video(source: Path, cause: str) -> InputError:
     return InputError(
-        f"The file {source} cannot be read as a video: {cause}.",
+        f"The file {source} can't be read as a video: {cause}.",
         expected="Videos are mp4, webm, mov, gif, or another format that FFmpeg reads.",
         remedy="Play it to see whether it is damaged, and save it again as mp4.",
     )

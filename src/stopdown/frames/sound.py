@@ -186,7 +186,7 @@ def read_sound(path: str | os.PathLike[str]) -> Sound:
     except (av.FFmpegError, IndexError, ValueError, OSError) as error:
         reason = take_first_line(getattr(error, "strerror", None) or error).rstrip(".")
         raise InputError(
-            f"The file {source} cannot be read as sound: {reason}.",
+            f"The file {source} can't be read as sound: {reason}.",
             expected="Sounds are wav, flac, mp3, ogg, or another format that FFmpeg reads.",
             remedy="Play it to see whether it is damaged, and save it again as wav.",
         ) from error

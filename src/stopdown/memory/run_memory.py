@@ -132,7 +132,7 @@ def listen_to_run(
         raise describe_failure(failed.error, failed.callee.owner) from failed.error
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise CaptureError(
-            f"{type(pipe).__name__} cannot be run without values: {take_first_line(error)}.",
+            f"{type(pipe).__name__} can't be run without values: {take_first_line(error)}.",
             expected="Its components and their configurations fit each other.",
             remedy="Download or save the model again.",
         ) from error

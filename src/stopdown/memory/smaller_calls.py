@@ -22,7 +22,7 @@ _MOST_SCORE_BYTES = 2**28
 
 
 CHUNKS_DIFFER = (
-    "To save memory, a few frames are decoded at a time. The decoder then does not see the frames beside "
+    "To save memory, a few frames are decoded at a time. The decoder then doesn't see the frames beside "
     "a chunk, so the video can flicker where chunks meet."
 )
 _CHUNK = "decode_chunk_size"

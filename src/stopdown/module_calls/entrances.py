@@ -77,7 +77,7 @@ class Entrance:
             if not refuses or are_finite(output):
                 self._keep_used()
                 return output
-            why = "what it gives then is not finite"
+            why = "what it gives then isn't finite"
         except REFUSALS as error:
             if not (refuses and is_refusal(error)):
                 raise
@@ -165,8 +165,8 @@ def _explain(call: ComponentCall, beyond: list[str], why: str) -> BeyondError:
     name, given = call.callee.component_name, call.named
     amax = max(measure_amax(x) for key in beyond for x in iterate_tensors(given[key]))
     return BeyondError(
-        f"{name} was given {' and '.join(beyond)} up to {amax:.3g}, which fp16 cannot hold, and it does "
-        f"not take fp32 there: {why}.",
+        f"{name} was given {' and '.join(beyond)} up to {amax:.3g}, which fp16 can't hold, and it doesn't "
+        f"take fp32 there: {why}.",
         expected="Values between components stay as they are, and fp16 holds them up to 65504.",
         remedy=f"Run it under the guard, stopdown.guard(pipe, plan) or quantization(SOURCE, guard=True), "
         f"which repairs such calls, or run {name} in bf16 or fp32.",

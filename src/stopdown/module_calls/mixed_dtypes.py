@@ -87,9 +87,9 @@ def _look(call: Callable[[], Any], shadow: torch.nn.Module, known: Operands) -> 
             call()
     if found.count > MOST_OPERATIONS:
         raise CaptureError(
-            f"The code of {type(shadow).__name__} had not ended after {MOST_OPERATIONS:,} operations in "
+            f"The code of {type(shadow).__name__} hadn't ended after {MOST_OPERATIONS:,} operations in "
             "fp16.",
-            expected="A loop that goes on until values are small does not end for values that fp16 cannot "
+            expected="A loop that goes on until values are small doesn't end for values that fp16 can't "
             "hold.",
             remedy="Run it in bf16 or fp32.",
         )

@@ -43,7 +43,7 @@ def refuse_unknown(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
         elif keywords is not None and name not in keywords:
             near = difflib.get_close_matches(name, taken, n=1)
             raise OptionError(
-                f"{pipeline_class.__name__} does not take the argument {name}.",
+                f"{pipeline_class.__name__} doesn't take the argument {name}.",
                 expected=f"Its call takes {', '.join(taken)}.",
                 remedy=f"Give {near[0]} instead." if near else f"Leave {name} out.",
             )

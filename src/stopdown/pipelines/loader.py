@@ -222,7 +222,7 @@ def _load_from(
             module = _map_component(module_class, folder, None, stored)
             if module is None:
                 raise describe_misfit(
-                    folder, class_name, "their names or shapes are not those of the class"
+                    folder, class_name, "their names or shapes aren't those of the class"
                 )
             return module if dtype is None else cast_component_(module, dtype)
         if mapped is not None or dtype is None:

@@ -65,7 +65,7 @@ def _check_scales(source: Source, loras: Sequence[str]) -> None:
             )
         if is_converted and not names:
             raise OptionError(
-                f"The LoRA {lora} was converted for rescaled weights, and those of {source.name} are not.",
+                f"The LoRA {lora} was converted for rescaled weights, and those of {source.name} aren't.",
                 expected="A LoRA has to be scaled by the same powers of two as the weights that it "
                 "is added to.",
                 remedy="Give the file that it was made from.",
@@ -120,7 +120,7 @@ def put_extras(pipe: Any, source: Source) -> None:
     if name not in compatible:
         listed = ", ".join(sorted(compatible))
         raise OptionError(
-            f"{name} does not fit {type(pipe).__name__}.",
+            f"{name} doesn't fit {type(pipe).__name__}.",
             expected=f"Those that do are {listed}.",
             remedy=f'Use scheduler="{min(compatible)}".',
         )
@@ -190,7 +190,7 @@ def name_lora_as_diffusers(folder: Path, tensors: Mapping[str, Any]) -> dict[str
 
 def _refuse_lora(pipe: Any, path: str, why: str) -> SourceError:
     return SourceError(
-        f"The LoRA {path} does not fit {type(pipe).__name__}: {why}.",
+        f"The LoRA {path} doesn't fit {type(pipe).__name__}: {why}.",
         expected="A LoRA is trained for one architecture, and named as Diffusers names its layers.",
         remedy="Look at which model it is for, or leave lora out.",
     )

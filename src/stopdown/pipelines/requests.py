@@ -53,13 +53,13 @@ def _check_count(name: str, value: int) -> None:
 
 def _check_number(name: str, value: float) -> None:
     if not math.isfinite(value):
-        raise OptionError(f"{name}={value} is not a number.", remedy=f"Use {name}=6.")
+        raise OptionError(f"{name}={value} isn't a number.", remedy=f"Use {name}=6.")
 
 
 def _check_strength(name: str, value: float) -> None:
     if not 0 < value <= 1:
         raise OptionError(
-            f"{name}={value} is not above 0 and at most 1.",
+            f"{name}={value} isn't above 0 and at most 1.",
             expected="It is the share of the denoising steps that are run.",
             remedy=f"Use {name}=0.8.",
         )
@@ -73,7 +73,7 @@ def check_seed(name: str, value: int, largest: int = LARGEST_SEED) -> None:
     if not 0 <= value <= largest:
         power = (largest + 1).bit_length() - 1
         raise OptionError(
-            f"{name}={value} is not a seed.",
+            f"{name}={value} isn't a seed.",
             expected=f"A seed is a whole number from 0 to 2**{power} - 1.",
             remedy=f"Use {name}=0.",
         )
@@ -392,7 +392,7 @@ def explain_stop(
         place = f"It was raised in {file}, line {own[-1].lineno}."
     said = [place, *getattr(error, "__notes__", ())]
     if absent:
-        said.append(f"It was not given {_list_fields(pipeline_class, absent)}.")
+        said.append(f"It wasn't given {_list_fields(pipeline_class, absent)}.")
     if {*precisions} == {"fp32"}:
         remedy = "It ran in fp32, so the cause is in the model or the request."
     elif _is_of_precision(error):
@@ -581,10 +581,10 @@ def _describe_refused(pipeline_class: type, names: list[str], missing: list[str]
     also, how = "", ""
     if missing:
         fields = _list_fields(pipeline_class, missing)
-        also = f" and needs {fields}, which {_was(fields)} not given"
+        also = f" and needs {fields}, which {_was(fields)}n't given"
         how = _describe_stage(pipeline_class) or _say_how(pipeline_class, missing)
     return OptionError(
-        f"{pipeline_class.__name__} does not take {refused}{also}.",
+        f"{pipeline_class.__name__} doesn't take {refused}{also}.",
         expected=f"It takes {', '.join(taken)}.",
         remedy=f"{how} Leave {refused} out.".lstrip()
         if missing
@@ -639,7 +639,7 @@ def _describe_missing(class_name: str, fields: str, remedy: str) -> OptionError:
     if fields == "`prompt`":
         return OptionError("No `prompt` was given.", remedy=remedy)
     return OptionError(
-        f"{class_name} needs {fields}, which {_was(fields)} not given.", remedy=remedy
+        f"{class_name} needs {fields}, which {_was(fields)}n't given.", remedy=remedy
     )
 
 

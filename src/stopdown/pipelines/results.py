@@ -160,7 +160,7 @@ def find_sound_rate(pipe: Any) -> int:
                 if isinstance(found, (int, float)) and found > 0:
                     return int(found)
     raise OptionError(
-        f"{type(pipe).__name__} does not say how many samples a second of its sound has.",
+        f"{type(pipe).__name__} doesn't say how many samples a second of its sound has.",
         expected=f"A part of it, or its config, has {' or '.join(_RATE_NAMES)}.",
         remedy="Call it from Python: stopdown.load(SOURCE).",
     )

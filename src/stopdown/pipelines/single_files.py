@@ -237,7 +237,7 @@ def _spread_component(
         count = len(numbers) if numbers.dim() else 1
         if name in rows.strange[component]:
             if any(exponent for _, exponent in own):
-                raise ScalingError(f"{component}:{name} is not in the file as it is in the model.")
+                raise ScalingError(f"{component}:{name} isn't in the file as it is in the model.")
             continue
         for start, stop, exponent in list_equal_runs(spread_rows(own, count)):
             wanted = numbers.reshape(count, -1)[start:stop].unique().long()

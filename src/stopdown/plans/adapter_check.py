@@ -131,7 +131,7 @@ def list_grown(
                 f"{headroom_bits:.1f} bits of headroom"
             )
         elif certified and path:
-            yield f"the adapter {name!r} is not covered by its certificate"
+            yield f"the adapter {name!r} isn't covered by its certificate"
 
 
 def list_tuned(before: Structure, after: Structure, planned: Set[str]) -> Iterator[str]:
@@ -203,7 +203,7 @@ class _Post:
         changes = [*added, *list_tuned(self.known, now, self.planned), *grown]
         if changes:
             warn_user(
-                f"{name} is not quite what its plan was made for: {'; '.join(changes)}. What it "
-                f"computes is right, but its range was not measured so. {_REMEDY}"
+                f"{name} isn't quite what its plan was made for: {'; '.join(changes)}. What it "
+                f"computes is right, but its range wasn't measured so. {_REMEDY}"
             )
         self.known = now

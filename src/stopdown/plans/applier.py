@@ -257,7 +257,7 @@ def put_plan(
 
 def _explain_misfit(plan: Plan, error: ScalingError) -> PlanError:
     return PlanError(
-        f"The plan for {plan.source} does not fit the pipeline: {error.what}", remedy=_REMEDY
+        f"The plan for {plan.source} doesn't fit the pipeline: {error.what}", remedy=_REMEDY
     )
 
 
@@ -352,7 +352,7 @@ class _Pickling(CopyHook):
 
     def pickle(self, protocol: Any) -> Any:
         raise PlanError(
-            f"{type(self.module).__name__} cannot be pickled under a plan or a repair, as "
+            f"{type(self.module).__name__} can't be pickled under a plan or a repair, as "
             "torch.save(module) does.",
             expected="Its hooks and the exponents of its weights belong together.",
             remedy=_SAVING,
@@ -412,7 +412,7 @@ _SAVING = (
 
 def _refuse_saving(class_name: str, *_: object, **__: object) -> None:
     raise PlanError(
-        f"{class_name} cannot be saved by save_pretrained under a plan or a repair.",
+        f"{class_name} can't be saved by save_pretrained under a plan or a repair.",
         expected="The files would have the exponents and the dtypes of the plan, without a record of it.",
         remedy=_SAVING,
     )
@@ -591,7 +591,7 @@ def compare_components(pipe: Any, plan: Plan) -> Iterator[str]:
             yield f"{name} has weights other than those that were measured, or additional adapters"
         elif entry.precision == "fp16":
             misfits = list_misfits(modules[name], entry.in_force)
-            yield from (f"{name} does not fit its exponents: {x}" for x in misfits)
+            yield from (f"{name} doesn't fit its exponents: {x}" for x in misfits)
             if (code := list_foreign_code(modules[name])) != entry.code:
                 more = list_some([x for x in code if x not in entry.code])
                 less = list_some([x for x in entry.code if x not in code])
@@ -642,7 +642,7 @@ def _compare_classes(plan: Plan, source: Source) -> Iterator[str]:
 def refuse_differences(plan: Plan, differences: list[str], remedy: str = _REMEDY) -> None:
     if differences:
         raise PlanError(
-            f"The plan for {plan.source} does not belong here: {'; '.join(differences)}.",
+            f"The plan for {plan.source} doesn't belong here: {'; '.join(differences)}.",
             expected="Exponents hold for the weights and the code that they were found for.",
             remedy=remedy,
         )

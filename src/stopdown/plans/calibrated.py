@@ -238,7 +238,7 @@ def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
     if scaling.fp32_modules:
         share = f"{100 * scaling.fp32_flops:.1f} % of the matmul work"
         reasons.append(
-            f"{', '.join(scaling.fp32_modules)} cannot be scaled and stay in fp32: {share}."
+            f"{', '.join(scaling.fp32_modules)} can't be scaled and stay in fp32: {share}."
         )
     if scaling.outputs:
         numbers = ", ".join(map(str, scaling.outputs))

@@ -243,7 +243,7 @@ def play_calls(program: Any, given: Sequence[str | Mapping[str, Any]]) -> None:
                     callee.bind(callee.owner)(**arguments)
             except Exception as error:  # whatever a model's code raises for other arguments
                 raise OptionError(
-                    f"{callee.name} did not run as recorded: {take_first_line(error)}.",
+                    f"{callee.name} didn't run as recorded: {take_first_line(error)}.",
                     expected="A call has the arguments of the component's own class by their names.",
                     remedy="Record a call of this model, or bound every call: make_plan(FILE).",
                 ) from error

@@ -89,7 +89,7 @@ from stopdown.sources.source_checks import verify_source
 from stopdown.sources.sources import fingerprint, read_stored_dtypes, resolve_source
 from stopdown.weight_checks import find_quantised
 
-_UNTRIED = Trial(note="Computed from the weights alone; the model was not run.")
+_UNTRIED = Trial(note="Computed from the weights alone; the model wasn't run.")
 
 
 def load_stored(
@@ -415,7 +415,7 @@ def _plan_component(
     if name in context.others:
         planned = leave_component(bare, context.others[name])
     elif not traced.calls:
-        planned = _fall_back(context, bare, context.unseen or "The pipeline does not call it.")
+        planned = _fall_back(context, bare, context.unseen or "The pipeline doesn't call it.")
     else:
         try:
             scaling = _scale_near(context, traced, reading)

@@ -71,10 +71,10 @@ def list_source_calls(
     """
     if not source.pipeline_class:
         raise SourceError(
-            f"The configuration {source.described} is that of a component, and does not say "
+            f"The configuration {source.described} is that of a component, and doesn't say "
             "how a pipeline calls it.",
             expected="Calls come from the pipeline's own code, which its configurations describe.",
-            remedy="Give the folder of the whole pipeline as config (its weights are not read).",
+            remedy="Give the folder of the whole pipeline as config (its weights aren't read).",
         )
     dtypes = dict.fromkeys(source.components, torch.float16)
     skeleton = build_skeleton(source, dtypes, keep_fp32=False)
@@ -113,7 +113,7 @@ def _list_calls(
         dry_run(skeleton, arguments, [listener])
     except Exception as error:  # whatever code raises without values: what was seen before counts
         why = take_first_line(error.error if isinstance(error, ComponentFailed) else error)[:200]
-        return listener.calls, f"The pipeline could not be run dry to its end: {why}"
+        return listener.calls, f"The pipeline couldn't be run dry to its end: {why}"
     return listener.calls, ""
 
 

@@ -19,7 +19,7 @@ from stopdown.records import Scaling
 from stopdown.scaling import ComponentCall, scale_calls
 from stopdown.weight_checks import check_weights
 
-_MADE_UP = "Encoding was measured on what the decoder gave, because the pipeline does not encode."
+_MADE_UP = "Encoding was measured on what the decoder gave, because the pipeline doesn't encode."
 
 
 def scale_component(
@@ -56,7 +56,7 @@ def scale_component(
     except (
         Exception
     ) as error:  # a model's code may do anything with a call that its authors never made
-        note = f"Encoding was not measured: {describe_unscaled(error)}"
+        note = f"Encoding wasn't measured: {describe_unscaled(error)}"
         return find(real), (note,)
 
 

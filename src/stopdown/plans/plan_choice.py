@@ -172,7 +172,7 @@ def _read_plan_beside(source: Source, only: Collection[str]) -> Plan | None:
         plan = read_plan(path)
         check_source(plan, source)
     except PlanError as error:
-        warn_user(f"{path} is not used, and a plan is made instead. {error.what}")
+        warn_user(f"{path} isn't used, and a plan is made instead. {error.what}")
         return None
     entries = tuple(x for x in plan.components if not only or x.component in only)
     return dataclasses.replace(plan, components=entries)

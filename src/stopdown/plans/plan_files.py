@@ -143,8 +143,8 @@ def read_carried_plan(content: Mapping[str, Any]) -> Plan:
         raise PlanError(f"{place} is none. {error.what}", remedy=remedy) from error
     if plan.kind != "plan" or plan.seal != _compute_carried_seal(content):
         raise PlanError(
-            f"{place} was edited: its content does not fit its seal {plan.seal[:12]!r}.",
-            expected="A plan cannot be edited, because each exponent depends on all others.",
+            f"{place} was edited: its content doesn't fit its seal {plan.seal[:12]!r}.",
+            expected="A plan can't be edited, because each exponent depends on all others.",
             remedy=remedy,
         )
     if faults := list(list_plan_faults(plan)):
@@ -192,21 +192,21 @@ def read_plan(path: str | Path) -> Plan:
         text = read_small_file(Path(path))
     except UnreadableError as error:
         raise PlanError(
-            f"The plan {path} cannot be read: {error}.",
+            f"The plan {path} can't be read: {error}.",
             remedy=f"Make it: stopdown plan SOURCE -o {path}",
         ) from error
     try:
         plan = from_json(text, Plan)
     except InputError as error:
         raise PlanError(
-            f"{path} is not a plan. {error.what}",
+            f"{path} isn't a plan. {error.what}",
             expected="A plan is a JSON file that stopdown plan wrote.",
             remedy="Name such a file, or make one: stopdown plan SOURCE -o plan.json",
         ) from error
     if plan.kind != "plan" or plan.seal != _compute_seal(text):
         raise PlanError(
-            f"The plan {path} was edited: its content does not fit its seal {plan.seal[:12]!r}.",
-            expected="A plan cannot be edited, because each exponent depends on all others.",
+            f"The plan {path} was edited: its content doesn't fit its seal {plan.seal[:12]!r}.",
+            expected="A plan can't be edited, because each exponent depends on all others.",
             remedy=f"Make it again: stopdown plan {plan.source} -o {path}",
         )
     faults = list(list_plan_faults(plan))
@@ -214,7 +214,7 @@ def read_plan(path: str | Path) -> Plan:
         more = f" and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
         raise PlanError(
             f"The plan {path} has values that no plan has: {'; '.join(faults[:MOST_NAMED])}{more}.",
-            expected="Its seal fits, so it was not Stopdown that wrote these values.",
+            expected="Its seal fits, so it wasn't Stopdown that wrote these values.",
             remedy=f"Make it again: stopdown plan SOURCE -o {path}",
         )
     return plan
@@ -249,7 +249,7 @@ def keep_plan(plan: Plan) -> None:
     try:
         write_cached_plan(plan)
     except OutputError as error:
-        warn_user(f"The plan was not kept for the next run. {error.what}")
+        warn_user(f"The plan wasn't kept for the next run. {error.what}")
 
 
 def read_cached_plan(fingerprint: str) -> Plan | None:

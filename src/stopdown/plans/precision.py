@@ -97,10 +97,10 @@ def parse_request(text: str, also: Iterable[str] = ()) -> dict[str, str]:
         name, sign, precision = (part.strip() for part in entry.partition("="))
         if not (sign and name):
             raise OptionError(
-                f"The entry {entry.strip()!r} of a precision does not name a component.",
+                f"The entry {entry.strip()!r} of a precision doesn't name a component.",
                 expected="Each entry is COMPONENT=PRECISION.",
                 remedy='For example: precision="transformer=bf16,vae=fp32". '
-                "Components that are not named are chosen by auto.",
+                "Components that aren't named are chosen by auto.",
             )
         wanted = _parse_choice(precision, also)
         if found.setdefault(name, wanted) != wanted:
@@ -248,7 +248,7 @@ def decide_precisions(
                 support = supports.get(precision)
                 if support is not None and not support.works:
                     raise OptionError(
-                        f"{call} cannot run in {precision} on this device. {support.reason}",
+                        f"{call} can't run in {precision} on this device. {support.reason}",
                         remedy=f'Use precision="{call}=fp32", or leave it to auto.',
                     )
                 if support is not None and not _is_good(support):

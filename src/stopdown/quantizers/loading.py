@@ -221,7 +221,7 @@ class ModelLoad(SameInCopies):
         is_any = not self.entry.weights and self.entry.precision != "fp16"
         if self.entry.weights != digest and not is_any:
             raise PlanError(
-                f"The plan for {self.plan.source if self.plan else 'this model'} does not belong here: "
+                f"The plan for {self.plan.source if self.plan else 'this model'} doesn't belong here: "
                 f"{self.entry.component} has other weights than those that it was made for.",
                 expected="Exponents hold for the weights that they were found for.",
                 remedy="Its config.json has the plan: save the model again where it was loaded, or load "
@@ -266,7 +266,7 @@ class ModelLoad(SameInCopies):
     def _save(self, module: Any, *args: Any, **options: Any) -> Any:
         if self.bare is None and find_applied(module) is None and self.entry.precision == "fp16":
             raise PlanError(
-                f"{self.entry.component} cannot be saved: it was repaired since it was loaded.",
+                f"{self.entry.component} can't be saved: it was repaired since it was loaded.",
                 expected="It is saved with the exponents of its plan, and its weights have others now.",
                 remedy="Load it again, and save it before it is called otherwise.",
             )
@@ -292,7 +292,7 @@ class ModelLoad(SameInCopies):
             warn_user(
                 f"{self.entry.component} is saved with other weights than its plan was made for, such as "
                 "those of a fused LoRA. It is saved with their exponents and loads as ever, but its "
-                "ranges are not certified for these weights."
+                "ranges aren't certified for these weights."
             )
             scaling = dataclasses.replace(self.entry.in_force, certified=False, bounded=0)
             reasons = (*now.reasons, "Its weights were changed after the plan was made.")
@@ -332,7 +332,7 @@ class ModelLoad(SameInCopies):
             differences = "; ".join(compare_versions(self.config.plan))
             if differences and not self.config.is_carried:
                 raise PlanError(
-                    f"The plan for {self.config.plan.source} does not belong here: {differences}.",
+                    f"The plan for {self.config.plan.source} doesn't belong here: {differences}.",
                     expected="Exponents hold for the code that they were found for.",
                     remedy="Leave the plan out, StopdownConfig(), so that one is made.",
                 )
@@ -358,7 +358,7 @@ class ModelLoad(SameInCopies):
                 f"{folder} is a {type(module).__name__} without its pipeline, and no plan was given.",
                 expected=(
                     "How a component is called is read from the pipeline around it: "
-                    "model_index.json and the configs beside it. Its weights are not needed."
+                    "model_index.json and the configs beside it. Its weights aren't needed."
                 ),
                 remedy='Load it from there, from_pretrained(PIPELINE, subfolder="transformer"), or '
                 "give a plan: StopdownConfig(plan).",
@@ -408,7 +408,7 @@ def _move(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
         options = {name: x for name, x in options.items() if x is not dtype}
     elif dtype is not None:
         raise OptionError(
-            f"{type(module).__name__} was loaded by a StopdownConfig and cannot be cast to {dtype}.",
+            f"{type(module).__name__} was loaded by a StopdownConfig and can't be cast to {dtype}.",
             expected="Its weights have exponents for fp16.",
             remedy="Leave the cast out, or load the model without the config.",
         )

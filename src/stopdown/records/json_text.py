@@ -73,7 +73,7 @@ def convert_record(raw: Any, kind: type[Record]) -> Record:
 
 def _refuse(kind: type, error: Exception) -> InputError:
     return InputError(
-        f"The text is not a {kind.__name__}: {error}.",
+        f"The text isn't a {kind.__name__}: {error}.",
         expected="A record is JSON as Stopdown writes it.",
         remedy="It may be cut off or edited; make it again.",
     )
@@ -110,7 +110,7 @@ def describe_other(kind: str, path: Path) -> str:
     """
     found = read_kind(path)
     if found is None:
-        return "a file that Stopdown did not write as a record"
+        return "a file that Stopdown didn't write as a record"
     return "" if found in ("", kind) else f"a record of the kind {found}"
 
 
@@ -151,6 +151,6 @@ def read_record(path: Path, kind: type[Record]) -> Record:
         content = read_small_file(path)
     except UnreadableError as error:
         raise InputError(
-            f"The record {path} cannot be read: {error}.", remedy="Name a file that exists."
+            f"The record {path} can't be read: {error}.", remedy="Name a file that exists."
         ) from error
     return from_json(content, kind)

@@ -288,7 +288,7 @@ class RunRecord(GuardRecord):
             return "no NaN or Inf, nothing repaired."
         names = dict.fromkeys(x.component for x in self.repairs if x.action != "none")
         if not names:
-            return "a component returned NaN or Inf, and was not repaired."
+            return "a component returned NaN or Inf, and wasn't repaired."
         return f"repaired {', '.join(names)}; the result isn't affected."
 
     def list_reasons(self) -> list[tuple[str, str]]:

@@ -48,7 +48,7 @@ def read_any(path: Path) -> Comparison | RunRecord:
         raw = read_json_table(path, most_bytes=_MOST_BYTES)
     except UnreadableError as error:
         raise InputError(
-            f"The file {path} is not a record of Stopdown: {error}.",
+            f"The file {path} isn't a record of Stopdown: {error}.",
             expected="generate and compare write a JSON record next to their output.",
             remedy="Give the record: video.mp4.json for video.mp4, report.html.json for report.html.",
         ) from error
@@ -87,7 +87,7 @@ def find_problem(comparison: Comparison) -> str:
         "an error of the latents is below 0": all(
             error is None or error >= 0 for cell in cells for error in cell.latents_rel_err
         ),
-        "a map of headroom has not one row for each block": all(
+        "a map of headroom hasn't one row for each block": all(
             len(heat.module_paths) == len(heat.bits) for heat in heats
         ),
     }

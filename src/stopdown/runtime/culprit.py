@@ -91,13 +91,13 @@ class Culprit:
         if self.kind == "input":
             return f"Its argument {self.path} was already not finite."
         if self.kind == "weight":
-            return f"The weight {module_path} is not finite."
+            return f"The weight {module_path} isn't finite."
         if not self.operation:
-            return "Stopdown could not find where the fault began."
+            return "Stopdown couldn't find where the fault began."
         said = f"It begins at `{module_path}` ({self.operation} in {self.dtype})"
         if self.operands:
             said += f", whose operands are finite ({', '.join(self.operands)})"
-        ends = {"undefined": "it is not finite in fp32 either", "written": "its code writes it"}
+        ends = {"undefined": "it isn't finite in fp32 either", "written": "its code writes it"}
         if math.isfinite(self.reached):
             ends[self.kind] = f"whose result in fp32 reaches {word_size(self.reached)}"
         if self.kind == "kernel":

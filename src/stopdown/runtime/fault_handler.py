@@ -207,11 +207,11 @@ class FaultHandler:
         notes, names = fault.guarded.state.notes, ", ".join(dict.fromkeys(check.clamped))
         try:
             if waits or self._has_written(fault):
-                raise ScalingError("It cannot be made again.")
+                raise ScalingError("It can't be made again.")
             wide = self._repeat_in(fault, "fp32")
             allowed = measure_error(self._repeat_in(fault, "bf16"), wide)
         except Exception:  # weights that cannot be cast: nothing is known, and the result is finite
-            is_known, found = False, "could not be compared with fp32"
+            is_known, found = False, "couldn't be compared with fp32"
         else:
             if not measure_error(output, wide) <= allowed:
                 return False
@@ -222,7 +222,7 @@ class FaultHandler:
         self._log.leave(
             f"{fault.component}, {names}",
             f"`{fault.component}`: {names} turned Inf into finite values; its results {found}. "
-            "From now on, what these operations hide there is not watched.",
+            "From now on, what these operations hide there isn't watched.",
             is_fault=not is_known,
         )
         return True
@@ -325,8 +325,8 @@ class FaultHandler:
     def _repair(self, case: FaultCase) -> Any:
         fault, culprit, state = case.fault, case.culprit, case.fault.guarded.state
         if self._has_written(fault):
-            case.tried.append("it wrote to its arguments, so it cannot be made again.")
-            return self._give_up(case, "The call cannot be made again.")
+            case.tried.append("it wrote to its arguments, so it can't be made again.")
+            return self._give_up(case, "The call can't be made again.")
         case.before = state.applied
         has_bf16 = fault.precision == "fp16" and self._session.has_bf16(fault.guarded)
         for remedy in list_remedies(culprit.kind, fault.precision, culprit.around, has_bf16):
@@ -391,7 +391,7 @@ class FaultHandler:
         check = self._session.check(case.fault.guarded, output)
         is_meant = not check.is_finite and self._is_as_in_fp32(case, output)
         if not (check.is_good or is_meant or self._is_meant(case.fault, output, check)):
-            case.tried.append(f"{name}: the same call was not finite again.")
+            case.tried.append(f"{name}: the same call wasn't finite again.")
             return False, output
         given, wanted = _list_shapes(output), _list_shapes(case.fault.output)
         if given != wanted:
@@ -401,7 +401,7 @@ class FaultHandler:
             return False, output
         told = case.reference.describe_excess(output) if is_narrow else ""
         if told:
-            case.tried.append(f"{name}: the result is not that of fp32: {told}.")
+            case.tried.append(f"{name}: the result isn't that of fp32: {told}.")
         return not told, output
 
     def _find_reference(self, fault: Fault) -> RepairReference:

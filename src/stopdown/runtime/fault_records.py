@@ -111,7 +111,7 @@ class FaultRecords:
             return NonFiniteError(
                 name_fault(case.fault),
                 expected=f"This is one of {count} processes. The guard repairs nothing there, because the "
-                "others would not run the call again.",
+                "others wouldn't run the call again.",
                 remedy="Make a plan first: stopdown plan SOURCE -o plan.json, and load the model with "
                 'precision="plan.json".',
             )

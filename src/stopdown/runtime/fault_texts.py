@@ -59,7 +59,9 @@ def name_fault(fault: Fault) -> str:
     """Describe in one sentence which NaN, Inf or clamp was found, in which component and where."""
     place = f"{fault.place}, in {fault.precision}."
     if clamped := fault.check.clamped:
-        begun = f"`{fault.component}` returned finite values although values inside it were not finite: "
+        begun = (
+            f"`{fault.component}` returned finite values although values inside it weren't finite: "
+        )
         if fault.check.is_hidden:
             names = ", ".join(dict.fromkeys(clamped))
             return f"{begun}{names} turned Inf into finite values{place}"
@@ -163,7 +165,7 @@ def _describe_inputs(inputs: list[torch.Tensor], precision: str) -> str:
     """
     spoilt = sum(sum(count_non_finite(tensor)) for tensor in inputs)
     if spoilt:
-        return f"Its inputs already held {spoilt} values that are not finite."
+        return f"Its inputs already held {spoilt} values that aren't finite."
     floats = [tensor for tensor in inputs if tensor.is_floating_point()]
     if not floats:
         return ""

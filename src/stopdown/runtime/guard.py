@@ -153,7 +153,7 @@ class Guard(SameInCopies):
         journal = self.options.journal
         if journal is not None and self.session.steps.pipe is None:
             raise InputError(
-                f"A journal was requested, but a {type(self.pipe).__name__} is not a pipeline.",
+                f"A journal was requested, but a {type(self.pipe).__name__} isn't a pipeline.",
                 expected="A journal identifies calls by their order in a pipeline's run.",
                 remedy="Leave the journal out.",
             )
@@ -225,7 +225,7 @@ class Guard(SameInCopies):
         except Exception as failure:  # memory may have run out: why the run ended is what counts
             if error is None:
                 raise
-            add_note(error, f"The pipeline could not be restored: {take_first_line(failure)}")
+            add_note(error, f"The pipeline couldn't be restored: {take_first_line(failure)}")
 
     @property
     def record(self) -> GuardRecord:
@@ -390,7 +390,7 @@ def _refuse_overlap(pipe: Any) -> None:
                 )
 
 
-_NOT_BOUNDED = "Its bounds did not hold in a run, so it is no longer certified."
+_NOT_BOUNDED = "Its bounds didn't hold in a run, so it is no longer certified."
 
 
 def update_entry(

@@ -205,9 +205,9 @@ class Journal(ExitStack):
                 return
             why = f"it would grow beyond {self._limit / 2**30:.3g} GiB"
         except PackingError as error:
-            why = f"the output of `{component}` cannot be kept: {error}"
+            why = f"the output of `{component}` can't be kept: {error}"
         except OutputError as error:
-            why = f"it cannot be written. {error.what}".rstrip(".")
+            why = f"it can't be written. {error.what}".rstrip(".")
         self._has_ended = True
         self._note(f"The journal {self.folder} ends at call {int(path.stem)}: {why}.")
 
@@ -254,7 +254,7 @@ def _hold(folder: Path, stack: ExitStack) -> None:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not _FILES.fullmatch(path.name) or not path.is_file() or path.is_symlink():
             raise InputError(
-                f"The folder {folder} is not a journal: it contains {path.name}.",
+                f"The folder {folder} isn't a journal: it contains {path.name}.",
                 expected="A journal needs its own folder.",
                 remedy="Name a folder that is empty or new.",
             )
@@ -267,7 +267,7 @@ def _hold(folder: Path, stack: ExitStack) -> None:
         stack.enter_context(held_folder(folder, busy))
     except OSError as error:
         raise OutputError(
-            f"The journal {folder} cannot be written: {error.strerror}.",
+            f"The journal {folder} can't be written: {error.strerror}.",
             remedy="Name another folder for the journal.",
         ) from error
 

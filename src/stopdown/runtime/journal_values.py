@@ -67,7 +67,7 @@ def unpack(sealed: bytes, kind: Any = Any, purpose: str = "") -> Any:
         with safe_globals(_find_named(content)):
             return msgspec.convert(torch.load(io.BytesIO(content), weights_only=True), kind)
     except Exception as error:  # also what classes of outputs make of fields that are not theirs
-        raise PackingError("its structure is not right") from error
+        raise PackingError("its structure isn't right") from error
 
 
 class _Pickler(pickle.Pickler):

@@ -139,7 +139,7 @@ def _bind(pipe: Any, args: Any, kwargs: Any) -> dict[str, Any]:
         bound = inspect.signature(type(pipe).__call__).bind(pipe, *args, **kwargs).arguments
     except TypeError as error:
         raise OptionError(
-            f"A {type(pipe).__name__} cannot be called with this example: {error}.",
+            f"A {type(pipe).__name__} can't be called with this example: {error}.",
             remedy='Give the arguments of its call: stopdown.fp16(pipe, prompt="a red circle").',
         ) from None
     return {**dict(list(bound.items())[1:]), **bound.get("kwargs", {})}

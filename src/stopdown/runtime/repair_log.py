@@ -113,11 +113,11 @@ def describe_repair(repair: Repair) -> str:
         "fp32": f"Cast `{repair.component}` to fp32",
         "cast-inputs": "Inputs are cast to the dtype of the weights",
         "replayed": "Ran the call again",
-        "none": "It was not repaired",
+        "none": "It wasn't repaired",
     }[repair.action]
     is_again = repair.action != "none" and repair.kind != "signature"
     said = f"{repair.evidence} {done}. {repair.reason}"
     if not repair.verdict:
         return f"{said} The call was retried." if is_again else said
-    ended = "Repaired; the result isn't affected." if is_again else "It was not repaired."
+    ended = "Repaired; the result isn't affected." if is_again else "It wasn't repaired."
     return f"{repair.verdict} {ended} {said}"

@@ -63,7 +63,7 @@ def list_remedies(
         found.append(Remedy("rescaled", "fp16", why))
         streamed = (
             "Its activations now fit into fp16. Its residual stream stays in fp32, because without that "
-            "the result was not close enough to fp32's."
+            "the result wasn't close enough to fp32's."
         )
         found.append(Remedy("rescaled", "fp16", streamed, residual="fp32"))
     if precision not in ("fp16", "bf16"):
@@ -71,10 +71,10 @@ def list_remedies(
     for path in around[:_MOST_FP32_MODULES]:
         why = f"The fault is inside {path}; only this module runs in fp32."
         found.append(Remedy("fp32-module", "fp32", why, path))
-    why = "fp32 holds values that 16 bits cannot."
+    why = "fp32 holds values that 16 bits can't."
     if precision == "fp16" and has_bf16:
         bf16 = "bf16 has the range of fp32, and the device computes it natively."
         found.append(Remedy("cast", "bf16", bf16))
     elif precision == "fp16":
-        why = "The device does not compute bf16 natively; fp32 holds values that fp16 cannot."
+        why = "The device doesn't compute bf16 natively; fp32 holds values that fp16 can't."
     return (*found, Remedy("cast", "fp32", why))

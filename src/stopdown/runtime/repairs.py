@@ -415,7 +415,7 @@ class Component:
                     return self.calibration.find_by_hooks(self.module, call, error)
                 found = self.calibration.find_exponents(self.module)
             if "" in found.fp32_modules:
-                raise WholeInFp32Error("Exponents alone do not keep it in range.")
+                raise WholeInFp32Error("Exponents alone don't keep it in range.")
             known = next((x.scaling for x in self.planned if x.precision == "fp16"), None)
             if known is None:
                 return found
@@ -479,7 +479,7 @@ def _record_refusal(component: str, refusal: Refusal, action: str, reason: str) 
         kind="signature",
         step=None,
         evidence=f"`{place if refusal.path else name}` was called {refusal.what}, for which its exponents "
-        "did not hold.",
+        "didn't hold.",
         action=action,
         reason=reason,
     )

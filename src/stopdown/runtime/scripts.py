@@ -298,7 +298,7 @@ class ScriptGuard:
             by_plan = None if isinstance(program, Callee) else self._guard_by_plan(program, options)
             return by_plan or self._guard_by_what_was_found(program, options)
         except Exception as error:  # a program unlike all others: it runs as it is
-            self._report_once(name, f"{name} could not be guarded: {take_first_line(error)}")
+            self._report_once(name, f"{name} couldn't be guarded: {take_first_line(error)}")
             return None
 
     def _report_once(self, name: str, text: str) -> None:

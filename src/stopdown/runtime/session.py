@@ -218,7 +218,7 @@ class Session(SameInCopies):
                 self.log.leave(
                     f"{callee.name}, moved",
                     f"{callee.name}: it was compiled or replaced under the guard; calls "
-                    "before the next run's first step were not watched.",
+                    "before the next run's first step weren't watched.",
                     is_fault=False,
                 )
             self._guard_call(callee)
@@ -387,7 +387,7 @@ class Session(SameInCopies):
         if is_own and enclosing not in (None, module) and _find_name(names, enclosing) is None:
             outer = type(enclosing).__name__
             text = (
-                f"`{name}` is called inside of a {outer}, so its calls are not guarded. Give the "
+                f"`{name}` is called inside of a {outer}, so its calls aren't guarded. Give the "
                 f"{outer} to the guard."
             )
             self.log.leave(f"{name}, enclosed", text)
@@ -412,7 +412,7 @@ class Session(SameInCopies):
         self.log.leave(
             name,
             f"`{name}` is in training: an optimizer has its parameters, or they have gradients. Its calls "
-            "are not watched; those under torch.no_grad() are.",
+            "aren't watched; those under torch.no_grad() are.",
         )
         return True
 
@@ -436,7 +436,7 @@ class Session(SameInCopies):
                     name, guarded = callee.name, (names or [type(other.module).__name__])[0]
                     said = f"{name}: it shares modules with {guarded}, which is guarded; "
                     self.log.leave(
-                        f"{name}, shared", f"{said}its own calls were not watched.", is_fault=False
+                        f"{name}, shared", f"{said}its own calls weren't watched.", is_fault=False
                     )
             return bool(state.is_admitted)
 

@@ -95,8 +95,8 @@ class Watch:
         if not check.is_seen and is_opaque(output):
             self._session.log.leave(
                 guarded.name,
-                f"`{guarded.name}` returned a {type(output).__name__}, whose values cannot be looked at: "
-                "NaN and Inf in it are not found.",
+                f"`{guarded.name}` returned a {type(output).__name__}, whose values can't be looked at: "
+                "NaN and Inf in it aren't found.",
             )
         if check.inputs or not check.is_good:
             output = self._handler.answer(self._make_fault(guarded, call, output, check))
@@ -111,7 +111,7 @@ class Watch:
         guarded.state.notes.clear()
         self._session.log.leave(
             guarded.name,
-            f"What `{guarded.name}` returned could not be checked: {take_first_line(error)}",
+            f"What `{guarded.name}` returned couldn't be checked: {take_first_line(error)}",
         )
 
     def _make_fault(

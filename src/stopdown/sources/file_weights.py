@@ -45,7 +45,7 @@ class FileWeight:
         pieces = list(self.read())
         if not pieces:
             raise ScalingError(
-                f"The values of {self.name} cannot be unpacked: it is stored as {self.stored}.",
+                f"The values of {self.name} can't be unpacked: it is stored as {self.stored}.",
                 remedy="Use scaled fp8, int8, GGUF, or weights of 16 bits.",
             )
         return torch.cat([x.reshape(-1) for x in pieces]).reshape(self.shape)

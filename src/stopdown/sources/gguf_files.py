@@ -55,13 +55,13 @@ def open_gguf(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise DamagedFileError("it does not begin with the letters GGUF")
+                raise DamagedFileError("it doesn't begin with the letters GGUF")
         return gguf.GGUFReader(path)
     except DamagedFileError:
         raise
     except Exception as error:  # the reader says nothing of its own about what is cut off
         raise DamagedFileError(
-            f"its header or a tensor is not whole ({take_one_line(error, 120)})"
+            f"its header or a tensor isn't whole ({take_one_line(error, 120)})"
         ) from error
 
 

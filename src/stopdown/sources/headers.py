@@ -206,9 +206,9 @@ def _read_json(path: Path, *_: int) -> tuple[dict[str, Any], int]:
             content, size = _read_header_text(file)
         header = parse_json(content)
     except UnreadableError as error:
-        raise DamagedFileError(f"its header cannot be read as JSON: {error}") from error
+        raise DamagedFileError(f"its header can't be read as JSON: {error}") from error
     if not isinstance(header, dict):
-        raise DamagedFileError("its header is not a table of tensors")
+        raise DamagedFileError("its header isn't a table of tensors")
     return header, size - 8 - len(content)
 
 
@@ -219,7 +219,7 @@ def _read_header_text(file: BinaryIO) -> tuple[bytes, int]:
         raise DamagedFileError(f"it has {size} bytes, and a safetensors file has at least 8")
     length = int.from_bytes(file.read(8), "little")
     if length > LARGEST_HEADER_BYTES:
-        raise DamagedFileError("it does not begin with the header of a safetensors file")
+        raise DamagedFileError("it doesn't begin with the header of a safetensors file")
     if length > size - 8:
         raise DamagedFileError(f"its header needs {length} bytes and {size - 8} are there")
     return file.read(length), size
@@ -227,7 +227,7 @@ def _read_header_text(file: BinaryIO) -> tuple[bytes, int]:
 
 def _parse_entry(name: str, entry: Any) -> tuple[StoredTensor, int, int]:
     if not _is_entry(entry):
-        raise DamagedFileError(f"its header does not describe the tensor {name[:200]!r}")
+        raise DamagedFileError(f"its header doesn't describe the tensor {name[:200]!r}")
     dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     our_name, value_bits = _name_dtype(name, dtype)
     needed = Fraction(math.prod(shape) * value_bits, 8)
@@ -251,7 +251,7 @@ def _is_entry(entry: Any) -> bool:
 
 def _check_metadata(entry: Any) -> None:
     if not isinstance(entry, dict) or not all(isinstance(text, str) for text in entry.values()):
-        raise DamagedFileError("its metadata is not a table of texts")
+        raise DamagedFileError("its metadata isn't a table of texts")
 
 
 def _name_dtype(tensor: str, dtype: str) -> tuple[str, int]:
@@ -261,7 +261,7 @@ def _name_dtype(tensor: str, dtype: str) -> tuple[str, int]:
     if found := find_format(dtype):
         return found.name, 8 * found.size_bytes
     raise DamagedFileError(
-        f"the tensor {tensor[:200]!r} has the dtype {dtype!r}, which safetensors does not read"
+        f"the tensor {tensor[:200]!r} has the dtype {dtype!r}, which safetensors doesn't read"
     )
 
 
@@ -313,9 +313,9 @@ def read_shard_index(index: Path) -> dict[str, str]:
         if not isinstance(weight_map, dict):
             raise TypeError
     except UnreadableError as error:
-        raise DamagedFileError(f"it cannot be read as an index of shards: {error}") from error
+        raise DamagedFileError(f"it can't be read as an index of shards: {error}") from error
     except (KeyError, TypeError) as error:
-        raise DamagedFileError("it cannot be read as an index of shards") from error
+        raise DamagedFileError("it can't be read as an index of shards") from error
     names = set(map(str, weight_map.values()))
     beside = [x for x in names if not {"/", "\\"} & {*x} and len(x.encode()) <= LONGEST_NAME]
     plain = set(choose_weights(beside)[1])

@@ -58,7 +58,7 @@ def is_deprecated(class_name: str) -> bool:
 def find_diffusers() -> Path:
     found = importlib.util.find_spec("diffusers")
     if found is None or not found.submodule_search_locations:
-        raise SourceError("Diffusers is not installed.", remedy="Run: pip install diffusers")
+        raise SourceError("Diffusers isn't installed.", remedy="Run: pip install diffusers")
     return Path(next(iter(found.submodule_search_locations)))
 
 

@@ -48,7 +48,7 @@ def refuse_missing_packages(source: Source) -> None:
     if found:
         names = " and ".join(found)
         raise SourceError(
-            f"{pipeline_class.__name__} needs {names}, which this Python does not have.",
+            f"{pipeline_class.__name__} needs {names}, which this Python doesn't have.",
             expected="Its code or its processors call what is in there.",
             remedy=f"Install with: pip install {' '.join(found)}",
         )

@@ -106,7 +106,7 @@ def check_layouts(program: Any, components: Iterable[str]) -> None:
             problems.append(f"{name}: {error.what}")
     if problems:
         raise OptionError(
-            f"The model cannot be written as single files. {' '.join(problems)}",
+            f"The model can't be written as single files. {' '.join(problems)}",
             expected=f"They are known for {', '.join(sorted(read_layouts()))}, and for text encoders.",
             remedy='Use to="diffusers".',
         )
@@ -136,7 +136,7 @@ def _find_layout(module: torch.nn.Module, table: str = "") -> Layout:
     if found is None and is_of_transformers(type(module)):
         found = Layout(class_name, "as Transformers names them", ())
     if found is None:
-        raise ScalingError(f"The names of a {class_name} in single files are not known.")
+        raise ScalingError(f"The names of a {class_name} in single files aren't known.")
     return found
 
 

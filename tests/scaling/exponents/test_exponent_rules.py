@@ -139,7 +139,7 @@ def test_an_operation_without_a_rule_is_pinned_and_named() -> None:
     assert rescaling.exponents == {}
     assert rescaling.trial is not None  # no kernel for it in fp16 on a processor, which is said
     assert rescaling.trial.calls == 0
-    assert "does not run in fp16 on this device, and was not tried" in rescaling.trial.note
+    assert "doesn't run in fp16 on this device, and wasn't tried" in rescaling.trial.note
 
 
 def test_sizes_and_shapes_are_not_operations_without_a_rule() -> None:

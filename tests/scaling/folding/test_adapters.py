@@ -209,7 +209,7 @@ def test_a_plan_comes_off_beneath_a_fused_lora(bare_plan: Plan, tmp_path: Path) 
     assert relative_l2(call_transformer(pipe), bare) < 1e-5
 
 
-@pytest.mark.filterwarnings("ignore:.*returned values that are not finite under its plan")
+@pytest.mark.filterwarnings("ignore:.*returned values that aren't finite under its plan")
 @pytest.mark.usefixtures("each_device")
 def test_an_unscaled_lora_on_scaled_weights_is_wrong(
     bare_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -235,7 +235,7 @@ def test_an_unscaled_lora_on_scaled_weights_is_wrong(
         assert torch.equal(call_transformer(pipe), call_transformer(original))
 
 
-@pytest.mark.filterwarnings("ignore:.*returned values that are not finite under its plan")
+@pytest.mark.filterwarnings("ignore:.*returned values that aren't finite under its plan")
 @pytest.mark.usefixtures("each_device")
 def test_a_lora_beyond_the_headroom_is_said(bare_plan: Plan, tmp_path: Path) -> None:
     """Once, with the layer, the bits that it adds and those that there are; a small one is not."""
@@ -286,7 +286,7 @@ def test_a_certificate_does_not_cover_a_lora(bare_plan: Plan, tmp_path: Path) ->
     pipe = build()
     with apply_plan(pipe, plan):
         load_lora(pipe, write_lora(pipe, tmp_path, size=0.01))
-        with pytest.warns(StopdownWarning, match="'style' is not covered by its certificate"):
+        with pytest.warns(StopdownWarning, match="'style' isn't covered by its certificate"):
             call_transformer(pipe, torch.float16)
 
 
@@ -325,11 +325,11 @@ def test_a_lora_for_another_model_is_refused(
     given = ("--lora", tmp_path / "other.safetensors", "--precision", tmp_path / "plan.json")
     code, out, err = run("generate", folder, "a", *given, "-o", tmp_path / "a.png")
     assert (code, out) == (2, "")
-    assert "other.safetensors does not fit CogVideoXPipeline" in err
+    assert "other.safetensors doesn't fit CogVideoXPipeline" in err
     assert not (tmp_path / "a.mp4").exists()
 
 
-@pytest.mark.filterwarnings("ignore:.*its exponents did not hold")
+@pytest.mark.filterwarnings("ignore:.*its exponents didn't hold")
 @pytest.mark.parametrize(
     ("put", "error", "message"),
     [

@@ -49,7 +49,7 @@ def test_what_fits_runs_in_fp16_and_the_rest_in_fp32() -> None:
     rescaling = rescale_(module, (x,))
     assert torch.equal(module(x), reference)
     note = rescaling.scaling.note
-    assert "Leaving cannot be captured as a graph" in note
+    assert "Leaving can't be captured as a graph" in note
     assert "x.numpy().copy()" in note
     assert "2 of 4 matrices run in fp16" in note
     assert "Beyond fp16: wide, back." in note
@@ -126,7 +126,7 @@ class Stubborn(Leaving):
 def test_a_fall_back_that_does_not_run_is_refused() -> None:
     """It is tried before it is believed: the error says what happened then."""
     module, x = make_leaving(Stubborn)
-    with pytest.raises(CaptureError, match=r"hooks do not do either: in fp16 with casts it raises"):
+    with pytest.raises(CaptureError, match=r"hooks don't do either: in fp16 with casts it raises"):
         rescale_(module, (x,))
 
 
@@ -141,7 +141,7 @@ class Overflowing(Leaving):
 def test_a_fall_back_that_is_not_right_is_refused() -> None:
     """NaN, or another output than that of fp32: no precision is claimed that is not there."""
     module, x = make_leaving(Overflowing)
-    with pytest.raises(CaptureError, match=r"in fp16 with casts its output is not that of fp32"):
+    with pytest.raises(CaptureError, match=r"in fp16 with casts its output isn't that of fp32"):
         rescale_(module, (x,))
 
 

@@ -85,5 +85,5 @@ def test_bounds_are_taken_where_they_are_accepted() -> None:
     assert {x.exponents["0.weight"] < 0 for x in asked} == {True}
     with pytest.raises(ScalingError, match="eps would have to change"):
         folds.find_bounded("bound", lambda _: False, free=None)
-    with pytest.raises(ScalingError, match="Folds alone do not keep it in range"):
+    with pytest.raises(ScalingError, match="Folds alone don't keep it in range"):
         folds.find_bounded("bound", lambda _: True)

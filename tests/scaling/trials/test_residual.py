@@ -365,10 +365,10 @@ def test_a_stream_that_cannot_be_asked_is_refused(monkeypatch: pytest.MonkeyPatc
 
     def refuse(*given: Any, **options: Any) -> Any:
         if "wide" in options:
-            raise CaptureError("it cannot be captured")
+            raise CaptureError("it can't be captured")
         return capture_call(*given, **options)
 
     monkeypatch.setattr(measurement, "note_answers", fail)
     monkeypatch.setattr(measurement, "capture_call", refuse)
-    with pytest.raises(ScalingError, match="it cannot be captured"):
+    with pytest.raises(ScalingError, match="it can't be captured"):
         plan_stream(module, [call], Captures())

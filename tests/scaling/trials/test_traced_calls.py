@@ -67,7 +67,7 @@ def test_a_stream_that_cannot_be_is_noted(monkeypatch: Any) -> None:
     load = name_parameters(traced.module).__getitem__
     found = traced.certify("fp32", load)
     assert found.stream is None
-    assert found.note == "The residual stream is not kept in fp32: its code casts it"
+    assert found.note == "The residual stream isn't kept in fp32: its code casts it"
     assert found.exponents == traced.certify("native", load).exponents
 
 

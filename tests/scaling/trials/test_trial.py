@@ -55,7 +55,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "nan": (lambda x: x / 0 * 0, "12 of 12 values of tensor 0 are NaN or Inf"),
     "shape": (lambda x: x[:2], r"it returns the shapes \[\(2, 4\)\] instead of \[\(3, 4\)\]"),
     "container": (lambda x: (x,), "it returns .* instead of"),
-    "values": (lambda x: x + 100, "its output is not that of fp32: it is .* off"),
+    "values": (lambda x: x + 100, "its output isn't that of fp32: it is .* off"),
     "worse than bf16": (lambda x: x * 1.03, r"it is 0\.03 off \(bf16's by 0\.00"),
 }
 
@@ -100,7 +100,7 @@ def test_an_argument_that_fp16_does_not_hold_is_named(size: float, is_named: boo
     with pytest.raises(TrialError) as caught:
         rescale_(module, *given)
     largest = f"{float(states[0].abs().max()):.2g}"
-    said = f"are NaN or Inf; its argument `states` is up to {largest}, which fp16 does not hold."
+    said = f"are NaN or Inf; its argument `states` is up to {largest}, which fp16 doesn't hold."
     assert said in str(caught.value)
     assert "mask" not in str(caught.value)
 
@@ -167,7 +167,7 @@ def test_a_call_that_draws_noise_is_solved(is_own: bool, ranges: str) -> None:
     assert torch.equal(generator.get_state(), state)
     assert rescaling.exponents["embed.weight"] < 0
     assert rescaling.trial == Trial(
-        1, note="A call draws random numbers, which differ by format: it is not compared."
+        1, note="A call draws random numbers, which differ by format: it isn't compared."
     )
     assert "run once in fp16 (1 call): finite" in repr(rescaling)
 
@@ -212,7 +212,7 @@ def test_a_call_too_large_for_a_processor_is_not_run_and_said(
     found = rescale_(module, (x,)).trial
     assert found is not None
     assert (found.calls, found.rel_err) == (0, None)
-    assert found.note.startswith("A call of 7.7e+02 FLOPs was not run in fp16")
+    assert found.note.startswith("A call of 7.7e+02 FLOPs wasn't run in fp16")
 
 
 def test_a_plan_falls_back_and_says_why() -> None:
@@ -250,7 +250,7 @@ def test_memory_that_runs_out_is_said(monkeypatch: pytest.MonkeyPatch, dtype: to
     found = rescaling.trial
     assert found is not None
     if dtype == torch.float16:
-        assert (found.calls, found.note) == (0, "It was not tried: CUDA out of memory.")
+        assert (found.calls, found.note) == (0, "It wasn't tried: CUDA out of memory.")
     else:
         assert found.rel_err is not None
         assert found.bf16_rel_err is None
@@ -270,7 +270,7 @@ def test_a_kernel_that_the_device_lacks_is_said(kind: type[Exception]) -> None:
     assert rescaling.exponents
     assert rescaling.trial is not None
     assert rescaling.trial.calls == 0
-    assert "does not run in fp16 on this device" in rescaling.trial.note
+    assert "doesn't run in fp16 on this device" in rescaling.trial.note
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -67,7 +67,7 @@ def test_values_beyond_the_range_of_an_unmeasured_call() -> None:
         watch = find_watch(module)
         key = "forward(hidden=True, late[1d], x[3d])", ((32,), (2, 5, 32))
         watch.known.verdicts[key] = CallEnds({1: 12}, {}, 2, 3)
-        with pytest.raises(ScalingError, match="returned values that are not finite"):
+        with pytest.raises(ScalingError, match="returned values that aren't finite"):
             run(module, second)
 
 

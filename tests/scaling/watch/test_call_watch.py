@@ -160,7 +160,7 @@ def test_a_guard_extends_the_exponents() -> None:
         assert module.embed.weight.dtype == torch.float16
     assert len(said) == 1
     assert (
-        "part` was called with gate[1d] (forward), for which its exponents did not hold" in said[0]
+        "part` was called with gate[1d] (forward), for which its exponents didn't hold" in said[0]
     )
     assert max(measure_error(x, wanted[i % 2]) for i, x in enumerate(found)) < 2e-3
 

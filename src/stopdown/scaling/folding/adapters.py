@@ -224,7 +224,7 @@ class _FollowedLayer(SameInCopies):
             made = self._find_exponents(base, parts, is_merged=is_merged)
         except ScalingError as error:
             raise ScalingError(
-                f"The adapter {name!r} cannot take the exponents of {path}: {error.what}.",
+                f"The adapter {name!r} can't take the exponents of {path}: {error.what}.",
                 expected="An adapter has to be scaled by the same powers of two as the weights that "
                 "it is added to.",
                 remedy=MERGING,

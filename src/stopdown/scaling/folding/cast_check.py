@@ -72,7 +72,7 @@ class CastCheck(SameInCopies):
         raise ScalingError(
             f"{kind} was rescaled and then cast by other means than cast_: {name} is "
             f"{name_dtype(after)}, and was {name_dtype(before)}.",
-            expected=f"Its rescaling has {self.needs}, which .half() and .to() do not preserve.",
+            expected=f"Its rescaling has {self.needs}, which .half() and .to() don't preserve.",
             remedy="Load it again and use stopdown.cast_(module, torch.float16, rescaling), or "
             "rescale_(..., cast=True).",
         )

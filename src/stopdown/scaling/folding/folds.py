@@ -346,7 +346,7 @@ def _list_misfit(
     except OverflowError:
         stored = math.inf
     if stored > found.largest or (tensor.dim() > 1 and stored < found.smallest <= amax):
-        yield f"its {name} is up to {amax:.3g}, and times 2**{exponent} {precision} does not hold it"
+        yield f"its {name} is up to {amax:.3g}, and times 2**{exponent} {precision} doesn't hold it"
 
 
 def _has_place(tensor: torch.Tensor, place: Place) -> bool:
@@ -764,7 +764,7 @@ def locate_folds(
             if weight is not None and weight.is_complex():
                 raise ScalingError(
                     f"The weight {name} of {type(module).__name__} is complex ({weight.dtype}), and its "
-                    "values do not fit into fp16 without an exponent.",
+                    "values don't fit into fp16 without an exponent.",
                     expected="Exponents are written into real weights.",
                     remedy="Run it in bf16 or fp32.",
                 )

@@ -909,7 +909,7 @@ def _refuse_lost_vmap(constants: Mapping[str, Any], module: torch.nn.Module) -> 
     is_batched = torch._C._functorch.is_batchedtensor
     if any(isinstance(x, torch.Tensor) and is_batched(x) for x in constants.values()):
         raise CaptureError(
-            f"{type(module).__name__} cannot be captured as a graph: its code calls vmap, which "
+            f"{type(module).__name__} can't be captured as a graph: its code calls vmap, which "
             f"PyTorch {torch.__version__} leaves out of graphs.",
             remedy="Use a newer PyTorch (2.11 can), or run it in bf16 or fp32.",
         )

@@ -136,7 +136,7 @@ class _CallSearch:
         return self._find_tried(stream, "is kept in fp32")
 
     def _find_native(self) -> Scaling:
-        return self._find_tried(None, "is not kept in fp32")
+        return self._find_tried(None, "isn't kept in fp32")
 
     def _find_tried(self, stream: ResidualStream | None, what: str) -> Scaling:
         found = self._scale(stream)

@@ -213,5 +213,5 @@ def _explain(seen: _Seen, narrow: list[str], share: float, failure: Failure) -> 
 def _explain_failure(failure: Failure, why: str) -> Failure:
     what = failure.what.rstrip(".")
     return type(failure)(
-        f"{what}. Fp32 modules found by hooks do not do either: {why}.", remedy=failure.remedy
+        f"{what}. Fp32 modules found by hooks don't do either: {why}.", remedy=failure.remedy
     )

@@ -120,7 +120,7 @@ class FoldsAlone:
 
         def demand(_: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
             if (found := self.find(calls=calls, **freedom)) is None:
-                raise ScalingError("Folds alone do not keep it in range.")
+                raise ScalingError("Folds alone don't keep it in range.")
             if not accepts(found):
                 raise ScalingError("Its eps would have to change with it.")
             return found

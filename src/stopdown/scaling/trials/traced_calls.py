@@ -108,7 +108,7 @@ class TracedCalls:
         except ScalingError as error:
             why = error.what
         found = self._certify(None, load, hands_over)
-        return replace(found, note=f"The residual stream is not kept in fp32: {why}")
+        return replace(found, note=f"The residual stream isn't kept in fp32: {why}")
 
     def _certify(self, stream: ResidualStream | None, load: Load, hands_over: bool) -> Scaling:
         captured = self.capture(stream)

@@ -137,7 +137,7 @@ _REFUSES_FP32 = re.compile(r"fp16|float16")
 
 def _explain_refusal(module: torch.nn.Module, error: Exception) -> ScalingError:
     return ScalingError(
-        f"{type(module).__name__} does not run in fp32: {take_first_line(error)}",
+        f"{type(module).__name__} doesn't run in fp32: {take_first_line(error)}",
         expected="A module in fp32 is run in fp32, where every bit is compared.",
         remedy="Cast it first, and give arguments in fp16: rescale_(module.half(), args).",
     )
@@ -159,7 +159,7 @@ def try_scaling(module: torch.nn.Module, scaling: Scaling, reference: Sequence[R
         cast_(module, torch.float16, rescaling)
         return _try_calls(module, reference)
     except torch.OutOfMemoryError as error:
-        return Trial(note=f"It was not tried: {take_first_line(error)}")
+        return Trial(note=f"It wasn't tried: {take_first_line(error)}")
     finally:
         rescaling.undo()
 
@@ -284,7 +284,7 @@ def _demand_equal(module: torch.nn.Module, reference: Sequence[Run]) -> None:
                     f"module.get_parameter({shared[0]!r}).clone().",
                 )
             raise ScalingError(
-                f"{type(module).__name__} rescaled in fp32 is not bit for bit what it was.",
+                f"{type(module).__name__} rescaled in fp32 isn't bit for bit what it was.",
                 expected="Exponents must not change what a module computes; nothing was changed.",
                 remedy="Run it in bf16 or fp32, and report this class: a rule of an operation is "
                 "wrong.",
@@ -321,7 +321,7 @@ def _try_calls(module: torch.nn.Module, reference: Sequence[Run]) -> Trial:
     for run in reference:
         if not _may_run(module, run):
             notes.append(
-                f"A call of {run.flops:.1e} FLOPs was not run in fp16: it would take minutes on a "
+                f"A call of {run.flops:.1e} FLOPs wasn't run in fp16: it would take minutes on a "
                 "processor."
             )
             continue
@@ -333,7 +333,7 @@ def _try_calls(module: torch.nn.Module, reference: Sequence[Run]) -> Trial:
             first = take_first_line(error)
             if _lacks_kernel(error):  # the device's fault, not the model's
                 notes.append(
-                    f"A call does not run in fp16 on this device, and was not tried: {first}."
+                    f"A call doesn't run in fp16 on this device, and wasn't tried: {first}."
                 )
                 continue
             why = f"it raises {type(error).__name__}: {first[:200]}"
@@ -341,12 +341,12 @@ def _try_calls(module: torch.nn.Module, reference: Sequence[Run]) -> Trial:
         _demand_alike(module, output, run)
         done += 1
         if run.draws:
-            notes.append("A call draws random numbers, which differ by format: it is not compared.")
+            notes.append("A call draws random numbers, which differ by format: it isn't compared.")
         else:
             errors.append(measure_error(output, run.output))
             bf16_errors += [] if run.bf16_rel_err is None else [run.bf16_rel_err]
             if why := describe_excess(errors[-1], run.bf16_rel_err):
-                raise _refuse(f"its output is not that of fp32: {why}")
+                raise _refuse(f"its output isn't that of fp32: {why}")
     is_bf16 = bool(errors) and len(bf16_errors) == len(errors)
     return Trial(
         done,
@@ -382,7 +382,7 @@ def _demand_alike(module: torch.nn.Module, output: Any, run: Run) -> None:
             continue
         if bad := sum(count_non_finite(tensor)):
             raise _refuse(
-                f"its output is not that of fp32: {bad} of {tensor.numel()} values of tensor "
+                f"its output isn't that of fp32: {bad} of {tensor.numel()} values of tensor "
                 f"{number} are NaN or Inf{_explain_arguments(module, run.call)}",
             )
 
@@ -400,7 +400,7 @@ def _explain_arguments(module: torch.nn.Module, call: PlainCall) -> str:
             found[name] = max(found.get(name, 0.0), measure_amax(x))
     largest = FORMATS["fp16"].largest
     beyond = [f"`{name}` is up to {amax:.2g}" for name, amax in found.items() if amax > largest]
-    return f"; its argument {' and '.join(beyond)}, which fp16 does not hold" if beyond else ""
+    return f"; its argument {' and '.join(beyond)}, which fp16 doesn't hold" if beyond else ""
 
 
 def _outline(spec: Any) -> str:

@@ -109,9 +109,9 @@ Repair = Callable[[Refusal], None]
 _WATCH = "stopdown_call_watch"
 """Attribute of a module that holds its `CallWatch`."""
 
-_NO_SOLUTION = "they do not hold for that"
+_NO_SOLUTION = "they don't hold for that"
 _FILLED = "such calls put tensors into their arguments"
-_NOT_FINITE = "it returned values that are not finite, or other outputs"
+_NOT_FINITE = "it returned values that aren't finite, or other outputs"
 _READ = "its code read other values, and went another way"
 _WHOLE = "Call the whole component, or take the exponents off first (.undo(), or leave the guard)."
 _CODE = (
@@ -355,7 +355,7 @@ class CallWatch(SameInCopies):
 
     def _refuse_replicas(self) -> None:
         raise ScalingError(
-            f"torch.nn.DataParallel cannot copy {self._name} while it has exponents.",
+            f"torch.nn.DataParallel can't copy {self._name} while it has exponents.",
             expected="The copies would compute with the weights of the first.",
             remedy="Take the exponents off first (.undo(), or leave the guard), or start a process for "
             "each device.",
@@ -689,7 +689,7 @@ class CallWatch(SameInCopies):
             f"{what}; its exponents were found for other calls, and {why}.",
             expected="Its exponents stay on until they are taken off with .undo()."
             if repair is None or path
-            else "The guard found no exponents for such calls, and could not cast the component.",
+            else "The guard found no exponents for such calls, and couldn't cast the component.",
             remedy=_CODE if settings.is_other_code and (path or repair is None) else remedy,
         )
 
