@@ -1631,7 +1631,7 @@ def describe_times(n: Node) -> str:
     first, last, count = Fraction(n["first"]), Fraction(n["last"]), n["count"]
     name, ends = n["name"], f"from {show(n['first'])} to {show(n['last'])}"
     size = math.prod(n["shape"])
-    alike = f", one value for its {size} elements" if size > 1 else ""
+    alike = f", with the same value in all {size} elements" if size > 1 else ""
     if first == last and count == 1 and not n["radius"]:
         return f"{name} is {show(n['first'])}{alike}"
     if not n["radius"] and first.denominator == 1 and last - first == count - 1:
@@ -1753,8 +1753,8 @@ def write_verdict(found: dict[str, Any]) -> str:
 def write_lines(found: dict[str, Any]) -> list[str]:
     lines = [write_verdict(found)]
     for x in found["components"]:
-        covered = f"{x['covered']} of {x['values']} fp16 values and weights stay below 65504"
-        others = ", as long as the others do" if x["not_covered"] else ""
+        covered = f"{x['covered']} of {x['values']} fp16 values and weights don't exceed 65504"
+        others = ", provided that the others don't either" if x["not_covered"] else ""
         lines.append(f"{x['component']}: {covered}{others}")
         if x["not_covered"]:
             lines.append(f"  not covered: {', '.join(x['not_covered'])}")
@@ -1765,7 +1765,7 @@ def write_lines(found: dict[str, Any]) -> list[str]:
         lines += [f"  assumed: {words}" for words in x["assumed"]]
     lines += [f"{name}: not covered ({why})" for name, why in found["left"].items()]
     lines += [f"assumed throughout: {words}" for words in found["assumed"]]
-    return lines + ([f"seal of the plan: {found['plan']}"] if found["plan"] else [])
+    return lines + ([f'for the plan that has "seal": "{found["plan"]}"'] if found["plan"] else [])
 
 
 def check_certificate(certificate: Node, folder: Path) -> list[str]:
@@ -2002,7 +2002,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                              "such as transformer:transformer_blocks.17.attn1.to_v.")  # fmt: skip
     options = parser.parse_args(arguments)
     if options.weights is None and options.explain is None:
-        parser.error("expected --weights FOLDER, the folder of the pipeline that is to be checked")
+        parser.error("--weights FOLDER is required: the folder of the pipeline to check")
     try:
         found = examine_or_explain(options.certificate, options.weights, options.explain)
     except (Refused, *BROKEN) as error:
@@ -2013,8 +2013,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     elif "why" in found:
-        begins = "Refused." if code == 1 else "Can't be read."
-        print_safely(f"{begins} {found['why']}", sys.stderr)
+        begins = "Refused" if code == 1 else "Can't be read"
+        print_safely(f"{begins}: {found['why']}", sys.stderr)
     else:
         checked = code != STATUS["unchecked"]
         lines = write_explained(found["explained"]) if options.explain else write_lines(found)[1:]

@@ -58,7 +58,7 @@ def test_the_first_line_is_the_verdict(tmp_path, capsys):
     )
     path.write_text(json.dumps({**certificate, "seal": "0" * 64}))
     code, lines = ask(path, capsys, *weights)
-    assert (code, lines) == (1, ["Refused. the file was changed: its seal is another one"])
+    assert (code, lines) == (1, ["Refused: the file was changed: its seal is another one"])
 
 
 def test_inputs_are_said_apart_from_what_is_assumed(tokens, capsys):
@@ -85,7 +85,7 @@ def test_a_plan_is_said_to_be_no_certificate(tmp_path, capsys):
     path.write_text(json.dumps({"kind": "plan", "components": []}))
     code, lines = ask(path, capsys, "--weights", str(tmp_path))
     expected = "expected what stopdown plan --certificate FILE writes"
-    assert (code, lines) == (2, [f"Can't be read. {path} is a plan, {expected}"])
+    assert (code, lines) == (2, [f"Can't be read: {path} is a plan, {expected}"])
 
 
 def test_a_check_needs_the_weights(tmp_path, capsys):
@@ -183,7 +183,7 @@ def test_an_unknown_name_gets_the_closest(tokens, capsys):
         code, (line, *rest) = ask(path, capsys, "--explain", "net:narow", *more)
         assert (code, rest) == (2, [])
         found = "the certificate has no value 'net:narow', expected COMPONENT:NAME (closest: "
-        assert line.startswith(f"Can't be read. {found}")
+        assert line.startswith(f"Can't be read: {found}")
         assert "net:narrow" in line
 
 

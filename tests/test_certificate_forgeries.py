@@ -701,7 +701,7 @@ def test_hostile_file_is_refused_in_one_line(name, tmp_path, capsys):
     assert stopdown_verify.main([str(path), "--weights", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("Refused. ")
+    assert said.err.startswith("Refused: ")
     assert said.err.count("\n") == 1
 
 
@@ -735,7 +735,7 @@ def test_exit_codes_tell_apart_what_holds(net, capsys):
     assert found["verdict"] == "refused"
     assert found["why"].startswith("net: sum (add): its bound is")
     assert stopdown_verify.main([str(folder / "nothing"), "--weights", str(folder)]) == 2
-    assert capsys.readouterr().err.startswith("Can't be read. ")
+    assert capsys.readouterr().err.startswith("Can't be read: ")
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii", "utf-8"])

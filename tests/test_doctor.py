@@ -109,7 +109,7 @@ def test_the_outlook_says_why_a_plan() -> None:
     found = foresee(find_profile("t4").supports, "cuda")
     assert found[1].reason == (
         "With a plan, because text_encoder, transformer and vae are stored in bf16, which "
-        "is slow on this device, unlike fp16."
+        "is slow on this device, while fp16 is fast."
     )
 
 
@@ -119,7 +119,7 @@ def test_the_autoencoder_of_svd_stays_in_fp32() -> None:
     vae = next(o for o in found if o.model.startswith("SVD") and o.component == "vae")
     assert (vae.precision, vae.reason) == (
         "fp32",
-        "The autoencoder's config sets force_upcast: it overflows in fp16.",
+        "The autoencoder overflows in fp16, so its config sets force_upcast.",
     )
 
 

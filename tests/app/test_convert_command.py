@@ -32,13 +32,13 @@ def test_the_summary_says_which_components_need_stopdown() -> None:
     """The code that loads the copy imports Stopdown, and the line under the table says what for."""
     console = Console(width=100, record=True, file=io.StringIO())
     parts = (
-        ConvertedComponent("transformer", "as stored, with its plan"),
+        ConvertedComponent("transformer", "as stored, plan in config.json"),
         ConvertedComponent("vae", "fp16", values=4),
     )
     made = Conversion("model", "out", "", components=parts, load="import stopdown; load()")
     print_conversion(made, console)
     said = console.export_text()
-    assert "which Stopdown applies while loading: transformer.\n" in said
+    assert "Stopdown applies the plan in config.json when it loads: transformer.\n" in said
     console = Console(width=100, record=True, file=io.StringIO())
     print_conversion(dataclasses.replace(made, components=parts[1:]), console)
     assert "Stopdown applies" not in console.export_text()

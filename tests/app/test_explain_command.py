@@ -107,7 +107,7 @@ def test_the_command_says_unknown_with_exit_code_1(capsys: pytest.CaptureFixture
     code, page, _ = run_line(capsys, "explain", "KeyError: 'unet'")
     assert (code, page.splitlines()[0]) == (
         1,
-        "Nothing in this text is a known failure of precision.",
+        "This text contains no known precision problem.",
     )
     code, page, error = run_line(capsys, "explain", "missing.log")
     assert (code, page) == (2, "")

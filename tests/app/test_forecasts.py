@@ -118,7 +118,7 @@ def test_the_first_line_is_the_answer(folder: Path) -> None:
     )
     assert answer.endswith(", about 1 s per run.")
     assert command == f"→ stopdown generate {folder} PROMPT --memory 1MiB --steps 4"
-    assert more == "Add -v to see the other strategies."
+    assert more == "Add -v to compare memory strategies."
     assert list(made.bits) == ["fp16 with a plan"]
 
 

@@ -74,7 +74,11 @@ BROKEN = [
     ({"name": "fp32"}, {}, "two precisions have one name"),
     ({}, {"precision": "other"}, "a prompt has other precisions than the comparison"),
     ({}, {"latents_rel_err": (0.1, -1.0)}, "an error of the latents is below 0"),
-    ({"heats": (Heat("vae", ("a", "b"), ((1.0,),)),)}, {}, "a map of headroom hasn't one row"),
+    (
+        {"heats": (Heat("vae", ("a", "b"), ((1.0,),)),)},
+        {},
+        "a map of headroom doesn't have one row",
+    ),
 ]
 
 

@@ -79,7 +79,7 @@ def test_force_spares_what_was_put_there(
         (out / name).write_text("mine")
     with pytest.raises(OutputError) as caught:
         convert_made("sd", folder, out, plan, leave=leave, allow=["overwrite"])
-    assert f"a folder with files that convert didn't write so: {name}." in str(caught.value)
+    assert f"a folder with files that convert didn't write: {name}." in str(caught.value)
     assert (out / name).is_dir() or (out / name).read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -130,7 +130,7 @@ def test_what_comes_into_out_meanwhile_stays(
         convert_made("sd", folder, out, plan, leave=leave, allow=["overwrite"])
     assert str(caught.value) == (
         f"The output {out} couldn't be put into its place: The output {out} would replace a folder "
-        f"with files that convert didn't write so: mine. It is whole, and was kept as {out}-2. "
+        f"with files that convert didn't write: mine. It is whole, and was kept as {out}-2. "
         f"Move it: mv {out}-2 PLACE"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out-2"]

@@ -162,7 +162,7 @@ def test_overflow_exits_with_1(refuse: Any, save_tiny: SaveTiny) -> None:
     message = refuse(source, "a", *SIZES, *options, code=1)
     assert re.fullmatch(
         r"Overflow in the transformer: an activation reached [\d,]+, above fp16's maximum of 65,504\. "
-        r"`transformer` returned \d+ NaN out of \d+ values at step 1 of 1, in fp16\. It begins at "
+        r"`transformer` returned \d+ NaN out of \d+ values at step 1 of 1, in fp16\. The fault begins at "
         r"`transformer:patch_embed\.text_proj` \(.+ in fp16\).+ Its inputs were finite "
         r"\(largest [\d.]+; fp16's maximum is 65504\)\. You asked for fp16\. "
         r"(?:The CPU has no fp16 instructions .+ and back\. )?Use "

@@ -167,6 +167,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("explain .", 2, "holds no frames. .* Name one file in it: stopdown explain clip.mp4"),
     ("explain letter.docx", 2, "letter.docx can't be read: it isn't text."),
     ("explain none.log", 2, "There is no file none.log."),
+    ("explain none.mp4.json", 2, "There is no file none.mp4.json."),
     ("explain notes.txt bad.json", 2, "2 subjects were given, and notes.txt is a file."),
     ("explain what is this", 1, ""),
     ("doctor --toml", 2, "A profile is written for one device, and none was named."),

@@ -88,7 +88,7 @@ def test_each_limit_is_found() -> None:
         asked = dataclasses.replace(Thresholds(), **{name: limit})
         judged = judge_cell(cell, reference, asked)
         assert judged.verdict == "other", name
-        assert f"{limit:g} was asked" in judged.reasons[0]
+        assert f"the limit of {limit:g}" in judged.reasons[0]
 
 
 def test_each_break_is_found() -> None:
@@ -128,7 +128,7 @@ def test_the_fastest_of_the_same_pictures_is_recommended() -> None:
     best, headline = recommend(variants, "cpu")
     assert best == "fp16"
     verdict = "bf16 and fp16 give the same pictures as fp32; fp16-plain is broken."
-    assert headline == f"{verdict} Use fp16 on cpu, which takes 0.25 of the reference's time."
+    assert headline == f"{verdict} Use fp16 on cpu: it takes 0.25 times as long as fp32."
     slow = [dataclasses.replace(x, time_ratios={"all": 1.0 + (x.name != "fp32")}) for x in variants]
     assert recommend(slow, "cpu") == (
         "fp32",
@@ -153,8 +153,8 @@ def test_too_few_prompts_compare_no_times() -> None:
         assert best == "bf16"
         assert headline.startswith(verdict)
         assert headline.endswith(
-            " Use bf16 on cpu. Its weights are the smallest. To find out which is fastest, compare at "
-            "least 3 prompts."
+            " Use bf16 on cpu: its weights take half the memory of fp32's. To find out which is fastest, "
+            "compare at least 3 prompts."
         )
     alone = [v for v in variants if v.name == "fp32"]
     assert recommend(alone, "cpu", prompts=1) == ("fp32", "Use fp32 on cpu.")

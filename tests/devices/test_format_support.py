@@ -262,7 +262,7 @@ def test_a_machine_that_is_too_busy_says_so(monkeypatch: pytest.MonkeyPatch, see
     support = machine.probe()["bf16"]
     assert (support.native, support.works, support.time_ratio) == (True, True, None)
     assert support.reason == "Native."
-    assert support.measured == "The times measured here are too noisy to show how fast it is."
+    assert support.measured == "The timings on this machine are too noisy to show how fast it is."
 
 
 @pytest.mark.parametrize(

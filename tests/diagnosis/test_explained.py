@@ -75,7 +75,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     """A named pipe that nobody writes to, and a device, are refused before they are opened."""
     os.mkfifo(tmp_path / "pipe.log")
     for path in (tmp_path / "pipe.log", Path("/dev/zero")):
-        with pytest.raises(InputError, match=r"can't be read: it is no file\. .*explain -$"):
+        with pytest.raises(InputError, match=r"can't be read: it isn't a file\. .*explain -$"):
             explain(path)
 
 

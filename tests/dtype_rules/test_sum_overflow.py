@@ -47,7 +47,7 @@ def test_an_a100_is_warned_of_and_a_v100_is_not(scored: Any) -> None:
     ]
     assert a100.evidence.startswith("The sums of its scores (attention scores) reach ")
     assert "siliconflow/onediff#958" in a100.evidence
-    assert a100.remedy.startswith("Use the attention of PyTorch, or set ONEFLOW_ATTENTION_ALLOW_")
+    assert a100.remedy.startswith("Use PyTorch's attention, or set ONEFLOW_ATTENTION_ALLOW_")
     assert "allow_fp16_accumulation = False" in a100.remedy
 
 
@@ -59,7 +59,7 @@ def test_a_fault_of_other_kernels_is_a_note() -> None:
     (note,) = [x for x in found if x.kind == "kernel-fault"]
     assert (note.severity, is_fault(note.kind)) == ("note", False)
     assert "siliconflow/onediff#958" in note.evidence
-    assert note.remedy.startswith("Use the attention of PyTorch, or set ONEFLOW_ATTENTION_ALLOW_")
+    assert note.remedy.startswith("Use PyTorch's attention, or set ONEFLOW_ATTENTION_ALLOW_")
     assert not [x for x in check(pipe, device="v100", arguments=SMALL) if "kernel" in x.kind]
 
 

@@ -704,7 +704,7 @@ def check(d: Draft) -> tuple[int, Node]:
         ):
             again = stopdown_verify.main(command)
         line = said.getvalue()
-        begins = {1: "Refused. ", 2: "Can't be read. "}[code]
+        begins = {1: "Refused: ", 2: "Can't be read: "}[code]
         assert (again, out.getvalue(), line.count("\n")) == (code, "", 1), line
         assert line.startswith(begins), line
         assert line.rstrip("\n").isprintable(), line

@@ -437,7 +437,7 @@ def test_what_folds_cannot_do_is_carried(
     folder, plan = save_planned("cogview3plus", "native")
     assert next(e for e in plan.components if e.component == "transformer").in_force.multiplies
     record = convert_made("cogview3plus", folder, tmp_path / "out", plan)
-    (carried,) = (x for x in record.components if x.precision == "as stored, with its plan")
+    (carried,) = (x for x in record.components if x.precision == "as stored, plan in config.json")
     assert carried.component == "transformer"
     assert "its plan has 3 multiplies and fp32 sums inside patch_embed." in carried.reasons[0]
     assert record.load.startswith("import stopdown; ")

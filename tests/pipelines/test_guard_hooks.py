@@ -397,7 +397,7 @@ def test_weights_in_fp8_are_not_repaired() -> None:
     with (
         inject(pipe, "transformer", step=1, module_path=module_path, lasting=True),
         guard(pipe, announce=quiet),
-        pytest.raises(NonFiniteError, match=rf"It begins at `transformer:{module_path}` "),
+        pytest.raises(NonFiniteError, match=rf"The fault begins at `transformer:{module_path}` "),
     ):
         call_pipeline(pipe, HOOKED, steps=3)
 

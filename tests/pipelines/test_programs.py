@@ -89,7 +89,7 @@ def test_gone(kind: str) -> None:
         assert copied.forward == types.MethodType(type(copied).forward, copied)
     with (
         assert_untouched(program.given),
-        pytest.raises(NonFiniteError, match="It begins at"),
+        pytest.raises(NonFiniteError, match="The fault begins at"),
         guard(program.given, on_fault="raise"),
     ):
         program.run()
@@ -133,7 +133,10 @@ def test_a_guard_goes_with_what_it_guards(kind: str) -> None:
 def test_warn_and_raise() -> None:
     """Both name the layer; the bad value goes on with the one, and the program stops with the other."""
     program = make_faulty("patcher")
-    name = r"`model\.diffusion_model` returned .* It begins at `model\.diffusion_model:blocks\.1\.wide`"
+    name = (
+        r"`model\.diffusion_model` returned .* The fault begins at "
+        r"`model\.diffusion_model:blocks\.1\.wide`"
+    )
     with guard(program.given, on_fault="warn"), pytest.warns(StopdownWarning, match=name):
         assert not torch.isfinite(program.run()).all()
     with guard(program.given, on_fault="raise"), pytest.raises(NonFiniteError, match=name):

@@ -64,7 +64,7 @@ def test_a_converted_folder_carries_the_plan(folder: Path, plan: Plan, tmp_path:
     """Files compare nothing at a call: the weights stay, and the configuration has the plan and why."""
     made = convert_made("lumina", folder, tmp_path / "out", plan)
     (entry,) = (x for x in made.components if x.component == "transformer")
-    assert entry.precision == "as stored, with its plan"
+    assert entry.precision == "as stored, plan in config.json"
     assert entry.reasons[0] == (
         "Its code reads values of its arguments, and its exponents hold for those that it read: files "
         "can't compare them at each call."

@@ -23,7 +23,7 @@ def test_reasons_name_fp32_modules_and_pinned_operations() -> None:
     assert entry.reasons == (
         "In 3 measured calls: no fp16 activation comes within a factor of 4 of fp16's limit (2.0 bits of "
         "headroom). Closest: X:y (add).",
-        "For this, 1 tensor is scaled by exponents -2..-2.",
+        "To achieve this, 1 tensor is scaled by exponents -2..-2.",
         "norm can't be scaled and stay in fp32: 12.5 % of the matmul work.",
         "Left unchanged because there is no rule for them: bessel.",
     )

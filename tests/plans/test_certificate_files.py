@@ -109,7 +109,7 @@ def test_certificate_of_a_block_is_proven_and_shown_by_the_command(net, tmp_path
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "Proven: none of 12 fp16 values and weights exceeds 65504, for the inputs below.",
-        "net: 12 of 12 fp16 values and weights stay below 65504",
+        "net: 12 of 12 fp16 values and weights don't exceed 65504",
         "  for inputs: x up to 64, of shape 2 x 5 x 8",
         *(f"assumed throughout: {words}" for words in stopdown_verify.ASSUMED),
     ]
@@ -117,7 +117,7 @@ def test_certificate_of_a_block_is_proven_and_shown_by_the_command(net, tmp_path
     path.write_text(json.dumps(certificate))
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT / "src")
     assert done.returncode == 1
-    assert done.stderr.startswith("Refused. net: sum (add): its bound is ")
+    assert done.stderr.startswith("Refused: net: sum (add): its bound is ")
 
 
 def test_value_that_can_overflow_is_listed_and_may_not_be_left_out(tmp_path):

@@ -67,7 +67,7 @@ def test_an_overflow_is_named_with_what_it_reaches() -> None:
     assert found.around == ("blocks.1",)
     assert found.reached > 65504
     assert found.describe("part").startswith(
-        "It begins at `part:blocks.1` (mul in fp16), whose operands are finite (fp16 1x4 up to "
+        "The fault begins at `part:blocks.1` (mul in fp16), whose operands are finite (fp16 1x4 up to "
     )
 
 

@@ -91,7 +91,7 @@ def test_raise_stops_with_the_module_path() -> None:
     with (
         assert_untouched(pipe),
         guard(pipe, on_fault="raise"),
-        pytest.raises(NonFiniteError, match=r"It begins at `transformer:patch_embed\."),
+        pytest.raises(NonFiniteError, match=r"The fault begins at `transformer:patch_embed\."),
     ):
         call_pipeline(pipe, "cogvideox")
 

@@ -199,14 +199,14 @@ def print_conversion(made: Conversion, console: Console, *, is_whole: bool = Fal
     said = f"Wrote {made.output} in {made.elapsed_s:.1f} s: {_describe_safety(made)}"
     console.print(said, style="bold", soft_wrap=True, highlight=False, markup=False)
     console.print(f"→ {made.load}\n", soft_wrap=True, highlight=False, markup=False)
-    headings = ("component", "written in", "tensors scaled", "configuration")
+    headings = ("component", "written in", "tensors scaled", "config changes")
     table = make_table(*headings, overflow="fold")
     for entry in made.components:
         table.add_row(*_describe_row(entry))
     console.print(table)
-    carried = [x.component for x in made.components if x.precision.endswith("with its plan")]
+    carried = [x.component for x in made.components if x.precision.endswith("config.json")]
     if carried:
-        line = f"\nThe config carries the plan, which Stopdown applies while loading: {', '.join(carried)}."
+        line = f"\nStopdown applies the plan in config.json when it loads: {', '.join(carried)}."
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     for entry in made.components if is_whole else ():
         reasons = " ".join(entry.reasons)

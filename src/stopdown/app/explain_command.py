@@ -107,7 +107,7 @@ def _find_path(subject: str) -> Path | None:
             return path
     except OSError:  # longer than a name can be, or in a folder that may not be entered
         return None
-    if path.suffix.lower() in EXPLAINED and " " not in subject:
+    if path.suffix.lower() in (*EXPLAINED, ".json") and " " not in subject:
         raise InputError(
             f"There is no file {subject}.",
             remedy="Name a file that exists, or give the message itself in quotes.",
@@ -146,4 +146,4 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     is_open = diagnosis.fault == "unattributed"  # then these are places of one cause
     show_list("Where it may come from" if is_open else "Other possible causes", others)
     if diagnosis.reports:
-        show(("\nReported as ", "bold"), ", ".join(diagnosis.reports))
+        show(("\nReported in ", "bold"), ", ".join(diagnosis.reports))

@@ -117,8 +117,8 @@ def _read_limit(text: str, profile: Profile, display: Display) -> int:
         return there
     if not profile.memory_bytes:
         raise OptionError(
-            f"How much memory {profile.title} has isn't known.",
-            remedy="Say how much: --memory 8GiB.",
+            f"Stopdown doesn't know how much memory {profile.title} has.",
+            remedy="Give the amount, such as --memory 8GiB.",
         )
     return profile.memory_bytes
 
@@ -134,7 +134,7 @@ def print_fit(made: MemoryForecast, console: Console, *, verbose: bool = False) 
     if verbose:
         _print_tables(made, console)
     else:
-        console.print("Add -v to see the other strategies.", soft_wrap=True)
+        console.print("Add -v to compare memory strategies.", soft_wrap=True)
 
 
 def _print_tables(plan: MemoryForecast, console: Console) -> None:
@@ -150,8 +150,9 @@ def _print_tables(plan: MemoryForecast, console: Console) -> None:
         )
         _print_rows(shown, plan, console)
     console.print(
-        "\nStrategies that take longer without saving memory aren't shown; --json shows all. Errors "
-        f"aren't predicted. To measure them: stopdown compare {plan.source}",
+        "\nStrategies that take longer without saving memory aren't shown; --json shows all. "
+        "Numerical error isn't predicted. To measure it: "
+        f"stopdown compare {plan.source}",
         soft_wrap=True,
     )
     for reason in plan.reasons:
@@ -164,7 +165,7 @@ def _print_rows(rows: Sequence[MemoryRow], plan: MemoryForecast, console: Consol
     reserves = any(row.reserved_bytes for row in rows)
     peaks = ("peak", "reserved") if reserves else ("peak",)
     right = (*peaks, "time", "moved")
-    table = make_table("strategy", *peaks, "in", "time", "moved", right=right, no_wrap=True)
+    table = make_table("strategy", *peaks, "peak in", "time", "moved", right=right, no_wrap=True)
     for row in rows:
         is_chosen = (row.precision, row.strategy) == (plan.precision, plan.chosen)
         table.add_row(*_describe_row(row, reserves=reserves), style="bold" if is_chosen else "")
@@ -196,7 +197,7 @@ def _describe_row(row: MemoryRow, *, reserves: bool) -> tuple[str, ...]:
         row.strategy,
         show(row.peak_bytes),
         *([show(row.reserved_bytes)] if reserves else []),
-        row.component or "between",
+        row.component or "between calls",
         "not measured" if row.time_ratio is None else f"x {row.time_ratio:.2f}",
         show(row.moved_bytes),
     )

@@ -289,9 +289,7 @@ def _explain(
         others = (one for one in tried if one.plan is not chosen[0])
         reasons += [_explain_other(one, tried, limit) for one in others]
     if profile.kind != "cpu":
-        reasons.append(
-            "The driver and the workspaces of convolutions take some memory in addition."
-        )
+        reasons.append("The driver and the workspaces of convolutions take some more memory.")
     if profile.kind == "mps" and chosen is not None and chosen[1].stored_bytes:
         prediction = chosen[1]
         reasons.append(
@@ -308,7 +306,7 @@ def _explain_times(speeds: Sequence[str]) -> str:
     """Say from which speeds the times are estimated, and once if all were measured here."""
     if all(x.endswith(_MEASURED) for x in speeds):
         listed = "; ".join(x.removesuffix(_MEASURED) for x in speeds)
-        return f"Times are estimated from what was measured here: {listed}."
+        return f"Times are estimated from speeds measured here: {listed}."
     return f"Times are estimated from {'; '.join(speeds)}."
 
 
@@ -325,7 +323,7 @@ def _explain_choice(
         way, prediction = chosen
         return (
             f"Chosen: {way.chosen}, {prediction.strategy.name}, "
-            f"{format_bytes(prediction.needed_bytes)}. It is the fastest that stays within {usable}."
+            f"{format_bytes(prediction.needed_bytes)}: the fastest that stays within {usable}."
         )
     way, least = _find_smallest(tried)
     return (
@@ -347,7 +345,7 @@ def _explain_other(one: Fit, tried: Sequence[Fit], limit: int) -> str:
         for row in list_rows(tried)
         if row.precision == one.plan.chosen and row.strategy == found.strategy.name
     )
-    time_taken = "" if row.time_ratio is None else f", {row.time_ratio:.2f} times as long"
+    time_taken = "" if row.time_ratio is None else f", taking {row.time_ratio:.2f} times as long"
     needed = format_bytes(found.needed_bytes)
     return f"{one.plan.chosen} would also fit: {row.strategy}, {needed}{time_taken}."
 

@@ -152,7 +152,8 @@ def print_plan(made: Plan, output: Path, options: PlanOptions, console: Console)
     console.print(table)
     for name, said in summary.notes if options.verbose else ():
         console.print(Text.assemble((f"\n{name}", "bold"), f": {said}"))
-    said = f"\nWrote {output} ({made.elapsed_s:.1f} s, from the weights alone)"
+    written = f"{output} and {options.certificate}" if options.certificate else output
+    said = f"\nWrote {written} ({made.elapsed_s:.1f} s, from the weights alone)"
     console.print(said, soft_wrap=True, highlight=False)
 
 

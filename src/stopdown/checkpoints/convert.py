@@ -530,7 +530,7 @@ def _describe_component(work: _Work, entry: ComponentPlan) -> ConvertedComponent
     name = entry.component
     if name in work.carried:
         said = (f"{work.carried[name]}.".replace("..", "."), _CARRIED)
-        return ConvertedComponent(name, "as stored, with its plan", reasons=said)
+        return ConvertedComponent(name, "as stored, plan in config.json", reasons=said)
     if _is_left(work, entry):
         why = "It was left as it is stored."
         if entry.precision == "as loaded":

@@ -188,7 +188,7 @@ def describe_other_folder(folder: Path) -> str:
     others = [name for name, size in found.items() if record.files.get(name) != size]
     if not others:
         return ""
-    return f"a folder with files that convert didn't write so: {list_some(sorted(others), 5)}"
+    return f"a folder with files that convert didn't write: {list_some(sorted(others), 5)}"
 
 
 def measure_files(folder: Path) -> dict[str, int]:

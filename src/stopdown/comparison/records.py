@@ -341,7 +341,7 @@ class Comparison(Displayed):
         headings = ("precision", "verdict", "PSNR, dB", "SSIM", "FLIP", "time", "headroom, bits")
         notes = [("", self.headline)]
         notes += [("", self.reference_reason)] if self.reference != "fp32" else []
-        notes += [(x.name, " ".join(x.reasons)) for x in self.variants if x.verdict != "reference"]
+        notes += [(x.name, " ".join(x.reasons)) for x in self.variants if x.reasons]
         notes += [("", reason) for reason in self.reasons]
         notes += [
             ("", f"Line {x.line} of the prompts wasn't run: {x.reason}") for x in self.bad_lines

@@ -99,8 +99,8 @@ def _list_misses(measures: Measures, thresholds: Thresholds) -> Iterable[str]:
     )
     for name, value, limit, sign, unit in limits:
         if value is not None and limit is not None and sign * value < sign * limit:
-            word = "at least" if sign > 0 else "at most"
-            yield f"{name} is {value:.4g}{' ' * bool(unit)}{unit}; {word} {limit:g} was asked."
+            side, unit = "below" if sign > 0 else "above", f" {unit}" * bool(unit)
+            yield f"{name} is {value:.4g}{unit}, {side} the limit of {limit:g}{unit}."
 
 
 def _describe_measures(measures: Measures) -> str:
@@ -133,7 +133,6 @@ def judge_variant(variant: Variant, rows: Sequence[Row]) -> Variant:
 def _summarise(cells: Sequence[Cell], verdict: str) -> Iterable[str]:
     count = len(cells)
     if verdict == "reference":
-        yield "Reference."
         return
     counts = {word: sum(cell.verdict == word for cell in cells) for word in WORST_FIRST}
     words = {
@@ -144,16 +143,12 @@ def _summarise(cells: Sequence[Cell], verdict: str) -> Iterable[str]:
         "reference": "the reference itself",
     }
     said = [f"{counts[w]} {words[w]}" for w in reversed(WORST_FIRST) if counts[w]]
-    yield (
-        f"Of {count} prompts: {', '.join(said)}."
-        if count > 1
-        else f"{words[verdict].capitalize()}."
-    )
+    if count > 1:
+        yield f"Of {count} prompts: {', '.join(said)}."
     measured = [cell.measures for cell in cells if cell.measures and cell.verdict != "reference"]
     known = [m.psnr_db for m in measured if m.psnr_db is not None]
-    if known:
-        worst_db = f", at worst {min(known):.1f} dB" if len(known) > 1 else ""
-        yield f"PSNR {statistics.median(known):.1f} dB{' in the median' * bool(worst_db)}{worst_db}."
+    if len(known) > 1:
+        yield f"Median PSNR {statistics.median(known):.1f} dB, worst {min(known):.1f} dB."
     worst = next(cell for cell in cells if cell.verdict == verdict)
     if verdict in ("failed", "broken", "other"):
         yield worst.reasons[0] if count == 1 else f"First such prompt: {worst.reasons[0]}"
@@ -206,13 +201,14 @@ def recommend(
     if prompts < FEWEST_TIMED:
         best = min(usable, key=lambda v: v.weights_bytes)
         why = (
-            ". Its weights are the smallest. To find out which is fastest, compare at least "
+            f"{_weigh(best, variants)}. To find out which is fastest, compare at least "
             f"{FEWEST_TIMED} prompts"
         )
     else:
         best = min(usable, key=lambda v: v.time_ratios.get("all", float("inf")))
         ratio = best.time_ratios.get("all")
-        why = "" if ratio is None else f", which takes {ratio:.2g} of the reference's time"
+        reference = _name_reference(variants)
+        why = "" if ratio is None else f": it takes {ratio:.2g} times as long as {reference}"
         if best.verdict == "reference":
             why = ": nothing that gives the same pictures is faster"
     why = why if len(usable) > 1 else ""
@@ -224,8 +220,7 @@ def _word_verdicts(variants: Sequence[Variant]) -> str:
     names: dict[str, list[str]] = {}
     for variant in variants:
         names.setdefault(variant.verdict, []).append(variant.name)
-    references = names.get("reference", ())
-    reference = references[0] if len(references) == 1 else "the reference"
+    reference = _name_reference(variants)
     said = []
     for verdict, one, several in (
         (
@@ -240,6 +235,21 @@ def _word_verdicts(variants: Sequence[Variant]) -> str:
         if found := names.get(verdict):
             said.append(f"{_join(found)} {one if len(found) == 1 else several}")
     return f"{'; '.join(said)}." if said else ""
+
+
+def _name_reference(variants: Sequence[Variant]) -> str:
+    references = [x.name for x in variants if x.verdict == "reference"]
+    return references[0] if len(references) == 1 else "the reference"
+
+
+def _weigh(best: Variant, variants: Sequence[Variant]) -> str:
+    """Word how much smaller a precision's weights are than the reference's; "" if they aren't."""
+    sizes = [x.weights_bytes for x in variants if x.verdict == "reference"]
+    if len(sizes) != 1 or best.weights_bytes >= sizes[0]:
+        return ""
+    percent = f"{100 * best.weights_bytes / sizes[0]:.0f} %"
+    share = "half" if percent == "50 %" else f"{percent} of"
+    return f": its weights take {share} the memory of {_name_reference(variants)}'s"
 
 
 def _join(names: Sequence[str]) -> str:

@@ -157,7 +157,7 @@ def weigh_support(name: str, verdict: Verdict, timing: Timing, reference: Timing
     ratio, noise = math.sqrt(matmul * convolution), timing.noise * reference.noise
     is_noisy = noise > MOST_NOISE and ratio / noise < CLEARLY_SLOW
     if is_noisy or min(matmul, convolution) < LEAST_RATIO:
-        busy = "The times measured here are too noisy to show how fast it is."
+        busy = "The timings on this machine are too noisy to show how fast it is."
         return Support(verdict.native, True, None, verdict.reason, busy)
     is_slow = not verdict.is_known and ratio > SLOW
     slow = f" Here it takes more than {SLOW} times as long as fp32." if is_slow else ""

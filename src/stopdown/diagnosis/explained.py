@@ -169,7 +169,8 @@ def _name_run(found: Diagnosis, path: Path) -> Diagnosis:
     if found.fault == NONE and (few := _count_few_steps(run)):
         found = dataclasses.replace(
             found,
-            title=f"{found.title} But it was made in {few}, and most models need 20 or more.",
+            title=f"{found.title.removesuffix('.')}, but it was made in only {few}; most models need "
+            "20 or more.",
             remedy=("Use more steps: stopdown generate SOURCE PROMPT --steps 20", *found.remedy),
         )
     made = Clue(0, f"made by {run.source} on {run.device}", f"its record, {record.name}")
@@ -196,7 +197,7 @@ def _read_log(path: Path) -> list[str]:
     half = MOST_BYTES // 2
     try:
         if not path.is_file():
-            raise _refuse_log(path, "it is no file" if path.exists() else "No such file")
+            raise _refuse_log(path, "it isn't a file" if path.exists() else "No such file")
         with path.open("rb") as file:
             head = file.read(half)
             if b"\0" in head and find_coding(head) == "utf-8":
@@ -237,9 +238,7 @@ def _explain_record(path: Path, kind: str) -> Diagnosis:
     )
     nothing = "Nothing to do."
     if few := _count_few_steps(run):
-        nothing = (
-            f"Nothing to do about precision. But it was made in {few}; most models need 20 or more."
-        )
+        nothing = f"Precision needs no change. But it was made in only {few}; most models need 20 or more."
     return Diagnosis(
         fault=kinds[0] if kinds else NONE,
         meaning="what the run itself recorded",
@@ -283,7 +282,7 @@ def explain_faults(path: Path, faults: Iterable[FrameFault | SoundFault]) -> Dia
             title=f"No fault found in {make_printable(path.name)}.",
             why=f"The result isn't {kinds}. The {noun} alone can't show whether it matches the prompt, or "
             "how close it is to fp32.",
-            remedy=(f"Compare it with the same seed in fp32: {_COMPARE}",),
+            remedy=(f"Compare it with an fp32 run from the same seed: {_COMPARE}",),
             run_next=(_COMPARE,),
         )
     known, first = read_knowledge(), found[0]

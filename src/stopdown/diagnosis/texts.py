@@ -309,13 +309,14 @@ def _describe_unknown(text: str, numbers: list[int]) -> Diagnosis:
     return Diagnosis(
         fault=UNKNOWN,
         meaning="no message of precision that is known here",
-        title="Nothing in this text is a known failure of precision.",
-        why="It may be something else (memory, a missing file, a size), or new. A log that begins "
-        "earlier may hold the message that counts: the first warning, not the last line.",
+        title="This text contains no known precision problem.",
+        why="The cause may be something else (memory, a missing file, a wrong size), or a problem that "
+        "Stopdown doesn't know. The message that matters may come earlier in the log: look for the "
+        "first warning, not the last line.",
         evidence=tuple(last),
         frame=_find_frame(text),
         remedy=(
-            "Give it more text: the whole log or traceback, with the model, the device and the dtype.",
+            "Give more text: the whole log or traceback, with the model, the device and the dtype.",
         ),
         run_next=(
             RUN_AGAIN.format("fp32"),

@@ -78,7 +78,7 @@ def word_for_program(finding: Finding) -> Finding:
 
 
 _PROGRAM_WORDS = (
-    (r" Where only an input was missing, .*", ""),
+    (r" If only an input was missing, .*", ""),
     (r"stopdown generate SOURCE, or ", ""),
     (r"stopdown plan SOURCE", "stopdown.make_plan"),
     (

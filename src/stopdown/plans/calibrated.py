@@ -232,7 +232,7 @@ def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
             f"({scaling.headroom_bits:.1f} bits of headroom). Closest: {scaling.tightest}."
         )
     if scaling.exponents:
-        reasons.append(f"For this, {count_folds(scaling)}.")
+        reasons.append(f"To achieve this, {count_folds(scaling)}.")
     else:
         reasons.append("No weight had to be scaled.")
     if scaling.fp32_modules:

@@ -284,7 +284,7 @@ def choose_precision(facts: ComponentFacts, supports: Mapping[str, Support]) -> 
     if stored not in ("bf16", "fp16"):
         return "fp32", f"The weights are stored in {stored}; fp32 holds them exactly."
     if stored == "fp16" and facts.force_upcast:
-        return "fp32", "The autoencoder's config sets force_upcast: it overflows in fp16."
+        return "fp32", "The autoencoder overflows in fp16, so its config sets force_upcast."
     support = supports[stored]
     if _is_good(support):
         reason = support.reason[:1].lower() + support.reason[1:]
@@ -304,7 +304,7 @@ def explain_plan(components: Iterable[ComponentFacts], supports: Mapping[str, Su
         return ""
     return (
         f"{list_all(stored)} {'is' if len(stored) == 1 else 'are'} stored in bf16, which is slow on this "
-        "device, unlike fp16"
+        "device, while fp16 is fast"
     )
 
 

@@ -268,7 +268,7 @@ class ConvertedComponent(Displayed):
 
     Attributes:
         component: name in the pipeline, such as `transformer` or `vae`.
-        precision: `fp16`; `as stored` for unchanged weights; `as stored, with its plan` if the config
+        precision: `fp16`; `as stored` for unchanged weights; `as stored, plan in config.json` if the config
             contains the plan.
         folded: number of tensors that were multiplied by powers of two.
         solved_anew: whether exponents other than the plan's were found, which a file can represent.

@@ -87,7 +87,7 @@ def find_problem(comparison: Comparison) -> str:
         "an error of the latents is below 0": all(
             error is None or error >= 0 for cell in cells for error in cell.latents_rel_err
         ),
-        "a map of headroom hasn't one row for each block": all(
+        "a map of headroom doesn't have one row for each block": all(
             len(heat.module_paths) == len(heat.bits) for heat in heats
         ),
     }

@@ -94,7 +94,7 @@ class Culprit:
             return f"The weight {module_path} isn't finite."
         if not self.operation:
             return "Stopdown couldn't find where the fault began."
-        said = f"It begins at `{module_path}` ({self.operation} in {self.dtype})"
+        said = f"The fault begins at `{module_path}` ({self.operation} in {self.dtype})"
         if self.operands:
             said += f", whose operands are finite ({', '.join(self.operands)})"
         ends = {"undefined": "it isn't finite in fp32 either", "written": "its code writes it"}

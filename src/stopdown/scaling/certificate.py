@@ -297,8 +297,8 @@ def _describe_scores(bounds: Sequence[Bounds]) -> list[str]:
     if not (scores := sorted(set(beyond))):
         return []
     return [
-        f"The scores of {len(scores)} attention{'s' * (len(scores) != 1)} can leave fp16 where a "
-        f"backend keeps them in it ({scores[0]})."
+        f"The scores of {len(scores)} attention layer{'s' * (len(scores) != 1)} may overflow if a "
+        f"backend keeps them in fp16 (such as {scores[0]})."
     ]
 
 
