@@ -566,13 +566,13 @@ def memory_table() -> str:
             x["precision"],
             _describe_size(x),
             x["strategy"],
-            x["published"],
-            x["predicted_gib"],
+            f"{x['published']:g} {'GiB' if model.startswith('CogVideoX') else 'GB'}",
+            f"{x['predicted_gib']:.1f} GiB",
         ]
         for model, entry in _read("memory_published")["results"].items()
         for x in entry["rows"]
     ]
-    headings = ("model", "precision", "size", "strategy", "published", "predicted, GiB")
+    headings = ("model", "precision", "size", "strategy", "published", "predicted")
     return _make_table(headings, rows)
 
 

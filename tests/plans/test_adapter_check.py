@@ -74,7 +74,7 @@ def test_other_modules_are_new() -> None:
     """Where no adapter explains them."""
     before, module = read(nn.Sequential(nn.Linear(2, 2))), nn.Sequential(nn.GELU(), nn.GELU())
     assert list(list_new(before, read(module), module)) == [
-        "its modules are others (2 then, 3 now)"
+        "its modules have changed (2 then, 3 now)"
     ]
 
 
@@ -83,7 +83,8 @@ def test_an_adapter_that_outgrows_the_headroom_is_named() -> None:
     module = nn.Sequential(Wrapped("a", size=7.0))
     (grown,) = list_grown(module, ["a"], 2.5, certified=False)
     assert grown == (
-        "the adapter 'a' adds up to 3.0 bits to what 0 gives, and the plan has 2.5 bits of headroom"
+        "the adapter 'a' may enlarge the output of 0 by up to 3.0 bits, and the plan has 2.5 bits of "
+        "headroom"
     )
     assert list(list_grown(module, ["a"], 3.5, certified=False)) == []
     assert list(list_grown(module, ["a"], math.inf, certified=True)) == [

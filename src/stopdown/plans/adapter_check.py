@@ -107,7 +107,7 @@ def list_new(before: Structure, after: Structure, module: torch.nn.Module) -> It
             layers = after.adapters[name].layers
             yield f"the adapter {name!r} was loaded into {layers} of its layers: {why.removesuffix('.')}"
     if after.classes != before.classes and after.adapters.keys() == before.adapters.keys():
-        yield f"its modules are others ({len(before.classes)} then, {len(after.classes)} now)"
+        yield f"its modules have changed ({len(before.classes)} then, {len(after.classes)} now)"
 
 
 def list_grown(
@@ -127,8 +127,8 @@ def list_grown(
         bits, path = measure_growth(module, name)
         if bits > headroom_bits:
             yield (
-                f"the adapter {name!r} adds up to {bits:.1f} bits to what {path} gives, and the plan has "
-                f"{headroom_bits:.1f} bits of headroom"
+                f"the adapter {name!r} may enlarge the output of {path} by up to {bits:.1f} bits, and the "
+                f"plan has {headroom_bits:.1f} bits of headroom"
             )
         elif certified and path:
             yield f"the adapter {name!r} isn't covered by its certificate"
@@ -203,7 +203,7 @@ class _Post:
         changes = [*added, *list_tuned(self.known, now, self.planned), *grown]
         if changes:
             warn_user(
-                f"{name} isn't quite what its plan was made for: {'; '.join(changes)}. What it "
-                f"computes is right, but its range wasn't measured so. {_REMEDY}"
+                f"{name} has changed since its plan was made: {'; '.join(changes)}. Its results are "
+                f"right, but its range wasn't measured in this state. {_REMEDY}"
             )
         self.known = now
