@@ -230,7 +230,12 @@ def render(report: Report) -> str:
         f"{report.device} ({report.backend}, {format_bytes(report.memory_bytes)}). {versions}."
     ]
     for name in dict.fromkeys(row.subject for row in report.rows):
-        lines += ["", f"{name}:", "", "| precision | time | × fp32 | peak | predicted | error |"]
+        lines += [
+            "",
+            f"{name}:",
+            "",
+            "| precision | time | × fp32 | peak | predicted peak | error |",
+        ]
         lines += ["|---|--:|--:|--:|--:|--:|"]
         lines += [_draw(row) for row in report.rows if row.subject == name]
     return "\n".join(lines) + "\n"
@@ -241,7 +246,7 @@ def _word_verdict(rows: Mapping[str, BenchRow]) -> str:
     ways = {"fp16": "fp16 with a plan", "fp16-plain": "plain fp16", "bf16": "bf16"}
     known = [f"{_name_error(rows[x])} in {said}" for x, said in ways.items() if not rows[x].note]
     missing = [said for x, said in ways.items() if rows[x].note]
-    said = [f"Error: {', '.join(known)}."] if known else []
+    said = [f"Error against fp32: {', '.join(known)}."] if known else []
     return " ".join([*said, *([f"Not measured: {', '.join(missing)}."] if missing else [])])
 
 

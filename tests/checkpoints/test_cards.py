@@ -40,9 +40,9 @@ def test_nothing_is_scaled_twice() -> None:
     """What the metadata says is in the message."""
     refuse_rescaled("a.safetensors", "")
     with pytest.raises(
-        OptionError, match=r"is already rescaled. Unet: weights are times powers of two."
+        OptionError, match=r"is already rescaled. Unet: weights are multiplied by powers of two."
     ):
-        refuse_rescaled("a.safetensors", "unet: weights are times powers of two")
+        refuse_rescaled("a.safetensors", "unet: weights are multiplied by powers of two")
 
 
 def test_a_card_of_others_is_left(tmp_path: Path) -> None:

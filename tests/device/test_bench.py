@@ -98,12 +98,14 @@ def test_the_report_begins_with_its_result(monkeypatch: pytest.MonkeyPatch, tmp_
     path = tmp_path / "tesla-t4.md"
     path.write_text(render(Report("Tesla T4", "cuda", 15 * 2**30, {"torch": "2.13.0+cu130"}, rows)))
     assert path.read_text().startswith(
-        "**Error: 0.13 % in fp16 with a plan, 1,234 NaN or Inf in plain fp16, 1.2 % in bf16.**\n\n"
+        "**Error against fp32: 0.13 % in fp16 with a plan, 1,234 NaN or Inf in plain fp16, "
+        "1.2 % in bf16.**\n\n"
         "Tesla T4 (cuda, 15.0 GiB). torch 2.13.0+cu130.\n"
     )
     late = (*rows[:3], BenchRow("shapes", "fp16", note="left out after 5 minutes"), rows[4])
     assert render(Report("Tesla T4", "cuda", 2**30, {}, late)).startswith(
-        "**Error: 1,234 NaN or Inf in plain fp16, 1.2 % in bf16. Not measured: fp16 with a plan.**"
+        "**Error against fp32: 1,234 NaN or Inf in plain fp16, 1.2 % in bf16. Not "
+        "measured: fp16 with a plan.**"
     )
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     import devices

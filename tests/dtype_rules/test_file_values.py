@@ -186,10 +186,12 @@ def test_a_device_is_judged_alone(tmp_path: Path, run: Run) -> None:
 def test_a_file_that_is_rescaled_already_says_so(tmp_path: Path, run: Run) -> None:
     """What its metadata says is on the page, and fp16 is no risk for it."""
     path = write_sample("plain", tmp_path / "x.safetensors")
-    save_file(load_file(path), path, {RESCALED_ENTRY: "unet: weights are times powers of two"})
+    save_file(
+        load_file(path), path, {RESCALED_ENTRY: "unet: weights are multiplied by powers of two"}
+    )
     code, out, _ = run("check", path, "--device", "v100")
     assert code == 0
-    assert "Rescaled already: unet: weights are times powers of two." in out
+    assert "Rescaled already: unet: weights are multiplied by powers of two." in out
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".gguf"])

@@ -223,7 +223,7 @@ def test_a_part_keeps_its_names_and_says_what_was_done(
         said = new.metadata()
     assert said["title"] == "unet"
     assert planned.seal in said["stopdown"]
-    assert said["stopdown.rescaled"].startswith("unet: weights are times powers of two")
+    assert said["stopdown.rescaled"].startswith("unet: weights are multiplied by powers of two")
 
 
 def test_nothing_is_rescaled_twice(converted: Path, planned: Plan, folder: Path) -> None:
@@ -233,7 +233,7 @@ def test_nothing_is_rescaled_twice(converted: Path, planned: Plan, folder: Path)
             resolve_source(converted, config=folder), converted.parent / "b.safetensors", planned
         )
     assert str(caught.value).startswith(
-        f"{converted} is already rescaled. Unet: weights are times powers of two"
+        f"{converted} is already rescaled. Unet: weights are multiplied by powers of two"
     )
 
 

@@ -105,7 +105,7 @@ def test_a_folder_says_that_it_is_rescaled(converted: tuple[Path, Path, Conversi
             said = file.metadata().get("stopdown.rescaled", "")
         assert bool(said) == bool(entry.folded)
         if said:
-            assert said.startswith(f"{entry.component}: weights are times powers of two")
+            assert said.startswith(f"{entry.component}: weights are multiplied by powers of two")
     assert any(entry.folded for entry in record.components)
     card = (output / "README.md").read_text()
     assert "converted to fp16 by Stopdown" in card.splitlines()[0]
@@ -218,7 +218,7 @@ def test_a_single_file_keeps_names_shapes_order_and_metadata(
         assert before.metadata() == {"modelspec.title": "tiny"}
         mark = f"{__version__} plan {record.plan}"
         rescaled = after.metadata().pop("stopdown.rescaled")
-        assert rescaled.startswith("unet: weights are times powers of two")
+        assert rescaled.startswith("unet: weights are multiplied by powers of two")
         exponents = json.loads(after.metadata()["stopdown.exponents"])
         assert {name.partition("[")[0] for name in exponents} <= set(after.keys())
         entries = {k: x for k, x in after.metadata().items() if not k.startswith("stopdown.")}

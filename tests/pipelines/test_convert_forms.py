@@ -63,7 +63,7 @@ def test_one_file_has_a_card_and_says_what_was_done(
     with safe_open(single, "pt") as file:
         said = file.metadata()
     assert said["stopdown"].endswith(f"plan {planned[1].seal}")
-    assert read_rescaled(single).startswith("unet: weights are times powers of two")
+    assert read_rescaled(single).startswith("unet: weights are multiplied by powers of two")
     assert re.search(r"has \d\.\d bits of headroom", said["stopdown.unet"])
     card = single.with_suffix(".md").read_text()
     assert card.startswith(f"# {planned[0]}, converted to fp16 by Stopdown\n")

@@ -198,7 +198,7 @@ def test_the_files_say_what_was_done(save: Any, tmp_path: Path, run: Any) -> Non
     assert config["dtype"] == "float16"
     assert 0 < config["layer_norm_epsilon"] < old["layer_norm_epsilon"]
     metadata = read_metadata(tmp_path / "out" / "model.safetensors")
-    assert metadata[RESCALED_ENTRY].startswith("model: weights are times powers of two")
+    assert metadata[RESCALED_ENTRY].startswith("model: weights are multiplied by powers of two")
     exponents = json.loads(metadata[EXPONENTS_ENTRY])
     assert {name.partition("[")[0] for name in exponents} <= dict(module_names(folder)).keys()
     assert "no text overflows fp16" in (tmp_path / "out" / "README.md").read_text()
@@ -290,7 +290,7 @@ def list_mistakes(save: Any, folder: Path) -> dict[str, tuple[Path, str]]:
     (bare / "model.safetensors").rename(bare / "pytorch_model.bin")
     twice = change("twice")
     tensors = load_file(good / "model.safetensors")
-    said = {RESCALED_ENTRY: "model: weights are times powers of two"}
+    said = {RESCALED_ENTRY: "model: weights are multiplied by powers of two"}
     save_file(tensors, twice / "model.safetensors", metadata=said)
     lacking = change("lacking")
     save_file(
@@ -302,7 +302,10 @@ def list_mistakes(save: Any, folder: Path) -> dict[str, tuple[Path, str]]:
     return {
         "half a file": (half, "damaged or cut off"),
         "a pickle": (bare, "has no weights in model.safetensors"),
-        "rescaled already": (twice, "is already rescaled. Model: weights are times powers of two"),
+        "rescaled already": (
+            twice,
+            "is already rescaled. Model: weights are multiplied by powers of two",
+        ),
         "tensors that lack": (lacking, "lack"),
         "code of its own": (
             change("code", auto_map={"AutoModel": "x.Y"}),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stopdown.devices.environment import read_version
 from stopdown.errors import OptionError
+from stopdown.number_formats import list_all
 from stopdown.records import Conversion, ConvertedComponent
 from stopdown.sources.headers import EXPONENTS_ENTRY, RESCALED_ENTRY
 
@@ -22,8 +23,8 @@ CARD_LINE = "converted to fp16 by Stopdown"
 
 _ADAPTERS = (
     "**Adapters (LoRA, DoRA, IP-Adapter) and ControlNets that were trained for the original don't "
-    "fit these weights**: what they add has another scale, and the picture is wrong without an "
-    "error. Convert the LoRA as well, with this model as its plan: "
+    "fit these weights**: what they add has a different scale, and the picture is wrong without an "
+    "error message. Convert the LoRA as well, with this model as its plan: "
     "`stopdown convert LORA OUT --plan THIS`."
 )
 
@@ -42,8 +43,8 @@ def list_entries(
     entries = {MARK: f"{read_version('stopdown')} plan {seal}"}
     if rescaled := [entry.component for entry in listed if entry.folded]:
         entries[RESCALED_ENTRY] = (
-            f"{', '.join(rescaled)}: weights are times powers of two; an adapter (LoRA) for the "
-            "original doesn't fit"
+            f"{', '.join(rescaled)}: weights are multiplied by powers of two; an adapter (LoRA) for "
+            "the original doesn't fit"
         )
         entries[EXPONENTS_ENTRY] = json.dumps(dict(exponents))
     for entry in listed:
@@ -78,8 +79,8 @@ def word_card(record: Conversion, where: str, name: str = "") -> str:
     what = "No weight had to be rescaled. It was cast to fp16."
     if rescaled:
         what = (
-            f"The weights of {', '.join(rescaled)} are rescaled: multiplied by powers of two so "
-            "that no value overflows in fp16. The model computes the same as the "
+            f"The weights of {list_all(rescaled)} are rescaled: multiplied by powers of two so "
+            "that no value overflows in fp16. The model computes the same function as the "
             f"original.\n\n{_ADAPTERS}"
         )
     rows = ""
@@ -88,7 +89,7 @@ def word_card(record: Conversion, where: str, name: str = "") -> str:
         rows += f"| {entry.component} | {entry.precision} | {entry.folded or ''} | {reasons} |\n"
     return (
         f"# {name or record.source}, {CARD_LINE}\n\n{what}\n\n"
-        f"| component | stored in | tensors rescaled | what that rests on |\n|---|---|--:|---|\n{rows}\n"
+        f"| component | stored in | tensors rescaled | evidence |\n|---|---|--:|---|\n{rows}\n"
         f"{_word_calls(record)}{'Weights' if name else 'Plan'}: `{record.plan}`. {where}\n"
     )
 
@@ -104,8 +105,8 @@ def _word_calls(record: Conversion) -> str:
         "Converted weights run without Stopdown, so nothing watches their calls. The powers "
         "of two were found for calls with the "
         "arguments below. With other arguments, a component may return wrong values without "
-        "an error. For such calls, use the original with a plan.\n\n"
-        f"| component | calls that it is for | arguments that it isn't for |\n|---|---|---|\n{rows}\n"
+        "an error message. For such calls, use the original with a plan.\n\n"
+        f"| component | supported calls | unsupported arguments |\n|---|---|---|\n{rows}\n"
     )
 
 

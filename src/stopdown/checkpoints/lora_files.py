@@ -133,7 +133,9 @@ def convert_lora(
     tensors = load_file(path)
     written, changed = _scale_all(path, _rename(tensors, weights), weights)
     entries = list_entries(weights.seal, (), {})
-    entries[RESCALED_ENTRY] = f"LoRA for weights that are times powers of two ({weights.seal})"
+    entries[RESCALED_ENTRY] = (
+        f"LoRA for weights that are multiplied by powers of two ({weights.seal})"
+    )
     with written_beside(target, option="as OUT", replaces=lambda _: "") as part:
         save_file(written, part, metadata={**metadata, **entries})
     return Conversion(

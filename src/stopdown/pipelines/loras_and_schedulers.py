@@ -58,7 +58,7 @@ def _check_scales(source: Source, loras: Sequence[str]) -> None:
         if names and not is_converted:
             raise OptionError(
                 f"The LoRA {lora} is for the original, and {source.name} was converted: the weights of its "
-                f"{', '.join(sorted(names))} are times powers of two.",
+                f"{', '.join(sorted(names))} are multiplied by powers of two.",
                 expected="A LoRA has to be scaled by the same powers of two as the weights that it "
                 "is added to.",
                 remedy=f"Convert it as well: stopdown convert {lora} OUT --plan {source.name}",

@@ -353,7 +353,7 @@ def test_a_layer_that_was_replaced_is_refused(
 
 def mark_rescaled(pipe: Any, folder: Path) -> None:
     """The transformer as if it had been loaded from what `convert` wrote."""
-    metadata = {RESCALED_ENTRY: "transformer: weights are times powers of two"}
+    metadata = {RESCALED_ENTRY: "transformer: weights are multiplied by powers of two"}
     save_file({"x": torch.zeros(1)}, folder / "model.safetensors", metadata=metadata)
     pipe.transformer.register_to_config(_name_or_path=str(folder))
 
