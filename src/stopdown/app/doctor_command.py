@@ -109,7 +109,8 @@ def _print_device(device: DeviceHealth, console: Console) -> None:
         ratio = None if entry.name == "fp32" else entry.time_ratio
         console.print(f"  {entry.name:5} {entry.state:9} {word_ratio(ratio)}".rstrip())
         if (entry.name, entry.state) != ("fp32", "native"):  # as everywhere
-            print_prose(console, f"        {entry.reason}")
+            known = f"{device.device}: {entry.name} is {entry.state}. "
+            print_prose(console, f"        {entry.reason.removeprefix(known)}")
     kernels = "; ".join(f"{name}: {', '.join(fmt)}" for name, fmt in device.attention.items())
     print_prose(console, f"  attention kernels: {kernels or 'none known'}")
     _print_list("Known problems with this device", device.faults, console)

@@ -532,7 +532,7 @@ def _describe_component(work: _Work, entry: ComponentPlan) -> ConvertedComponent
         said = (f"{work.carried[name]}.".replace("..", "."), _CARRIED)
         return ConvertedComponent(name, "as stored, plan in config.json", reasons=said)
     if _is_left(work, entry):
-        why = "It was left as it is stored."
+        why = "Its weights are unchanged."
         if entry.precision == "as loaded":
             why = f"{why} {' '.join(entry.reasons)}"
         return ConvertedComponent(name, "as stored", reasons=(why,))
@@ -547,8 +547,8 @@ def _describe_component(work: _Work, entry: ComponentPlan) -> ConvertedComponent
 
 
 _CARRIED = (
-    "So its weights are those of the original, and its `config.json` carries the plan: after `import "
-    "stopdown` it is loaded in fp16, exponents and all. Without Stopdown, Diffusers refuses it, and "
+    "So its weights are those of the original, and its `config.json` contains the plan: after `import "
+    "stopdown`, it is loaded in fp16 with the plan applied. Without Stopdown, Diffusers refuses it, and "
     "Transformers loads the original."
 )
 
@@ -564,11 +564,14 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: FileExponents) -> It
     elif rests_on_bounds(found.scaling):
         measured = "measured calls and on " if entry.calls else ""
         yield (
-            f"The exponents rest on {measured}bounds computed from its weights. "
+            f"The exponents are based on {measured}bounds computed from its weights. "
             f"{found.scaling.range_note}"
         )
     elif rests_on_bounds(entry.in_force):
-        yield "None of them rests on bounds: with bounds, folds alone would change what it returns."
+        yield (
+            "Its exponents were measured: those from bounds, stored in weights alone, would change its "
+            "output."
+        )
     if found.left:
         yield describe_left(found)
     else:

@@ -104,8 +104,8 @@ def express_component(
     """
     if entry.in_force.exponents and any(map(reads_values, entry.in_force.signatures)):
         raise ScalingError(
-            "Its code reads values of its arguments, and its exponents hold for those that it read: files "
-            "can't compare them at each call."
+            "Its code reads values of its arguments, and its exponents hold only for the values it read: "
+            "files can't compare them at each call."
         )
     fields = find_eps_fields(module) if has_config else {}
     layout = None if has_config else read_layouts().get(type(module).__name__)
@@ -129,8 +129,8 @@ def express_component(
             best = search.certify(best, freedom, ranges)
     if best is None:
         raise ScalingError(
-            "Powers of two in its weights alone don't keep it in fp16's range; its plan has "
-            f"{describe_rest(entry)}."
+            "Powers of two in its weights alone don't keep its activations within fp16's range; its plan "
+            f"has {describe_rest(entry)}."
         )
     return replace(best, scaling=replace(best.scaling, signatures=search.folds.signatures))
 

@@ -55,7 +55,7 @@ def write_certificate(
     for entry in plan.components:
         scaling = entry.in_force
         if not scaling.values or "" in scaling.fp32_modules:
-            left[entry.component] = f"it runs in {entry.precision}, or rests on no bounds"
+            left[entry.component] = f"it runs in {entry.precision}, or has no bounds"
             continue
         try:
             components.append(_export_component(whole, entry, traced[entry.component], progress))
