@@ -125,7 +125,7 @@ def test_support_is_what_a_probe_would_say() -> None:
     assert supports["bf16"].reason == (
         "NVIDIA Tesla V100: bf16 is emulated. bf16 arithmetic needs compute capability 8.0 or higher; "
         "PyTorch computes it in fp32 here but still reports it as supported. Measured with "
-        "PyTorch 10.7 against 14.5 TFLOPS in fp32. Matrix products run at 0.73 times the rate of fp32. "
+        "PyTorch: 10.7 against 14.5 TFLOPS in fp32. Matrix products run at 0.73 times the rate of fp32. "
         "(zzc0721/torch-performance-test-data#140, pytorch/pytorch#148322)"
     )
 
