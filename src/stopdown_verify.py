@@ -1726,7 +1726,7 @@ def examine_certificate(certificate: Node, folder: Path) -> dict[str, Any]:
             "inputs": list_inputs(stated), "assumed": list_assumed(stated),
         })  # fmt: skip
     holds = certificate["seal"] == seal(certificate)
-    demand(holds, "the file was changed: its seal is another one")
+    demand(holds, "the file was changed: its seal doesn't match")
     found["left"] = dict(certificate["left"])
     for path in sorted(folder.iterdir()):
         others = path.iterdir() if path.is_dir() else ()

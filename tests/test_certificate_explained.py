@@ -58,7 +58,7 @@ def test_the_first_line_is_the_verdict(tmp_path, capsys):
     )
     path.write_text(json.dumps({**certificate, "seal": "0" * 64}))
     code, lines = ask(path, capsys, *weights)
-    assert (code, lines) == (1, ["Refused: the file was changed: its seal is another one"])
+    assert (code, lines) == (1, ["Refused: the file was changed: its seal doesn't match"])
 
 
 def test_inputs_are_said_apart_from_what_is_assumed(tokens, capsys):

@@ -412,7 +412,7 @@ def test_a_variant_of_the_weights(save_tiny: SaveTiny, tmp_path: Path, run: Any)
     ]
     assert [path.name for path in named["vae"]] == ["diffusion_pytorch_model.safetensors"]
     _, _, err = run("generate", folder, "a", "--variant", "bf16")
-    assert "has no weights of the variant bf16. A file of it is named like" in err
+    assert "has no weights of the variant bf16. Its files would be named like" in err
 
 
 @pytest.mark.thorough

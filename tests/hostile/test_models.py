@@ -143,7 +143,7 @@ PRODUCT = [
         f"{file} {kind}",
         command,
         damage_file(file, damage),
-        f"MODEL/{file} can't be read as a table in JSON: {said}",
+        f"MODEL/{file} can't be read as a JSON object: {said}",
     )
     for file in FILES
     for kind, (damage, said) in UNREADABLE.items()
@@ -202,7 +202,7 @@ CLASSES = grow_rows(
         (
             "a function as encoder",
             fields(INDEX, text_encoder=["transformers", "pipeline"]),
-            "model_index.json names transformers.pipeline, which is no class of components.",
+            "model_index.json names transformers.pipeline, which isn't a component class.",
         ),
         (
             "a pipeline as denoiser",
@@ -692,7 +692,7 @@ WORDS = [
         ),
         ("a long name", "a" * 5000, "The model 'aaaa"),
         ("control signs", "\x1b[2Jshapes", "The model '\\x1b[2Jshapes' is unknown."),
-        ("a Hub id of dots", "owner/..", "The model owner/.. isn't completely on this computer"),
+        ("a Hub id of dots", "owner/..", "The model owner/.. isn't complete on this computer"),
         ("a home of nobody", "~nobody-at-all/model", "There is no file or folder ~nobody-at-all"),
     )
 ]

@@ -113,7 +113,7 @@ def test_a_run_of_a_part_is_refused(save: Callable[[str], Source]) -> None:
     with pytest.raises(SourceError) as caught:
         load_pipeline(source, torch_dtypes=torch.float32)
     assert str(caught.value) == (
-        f"The file {source.path} holds the unet of a StableDiffusionPipeline and no more. A run needs "
+        f"The file {source.path} contains only the unet of a StableDiffusionPipeline. A run needs "
         "all of its components. Give the model's Diffusers folder or Hub id. The file by itself can be "
         f"planned and converted: stopdown convert {source.path} OUT.safetensors"
     )

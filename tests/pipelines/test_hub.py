@@ -254,7 +254,7 @@ def test_a_gated_model_says_where_to_agree(hub: HubServer, client: Any) -> None:
     """A gated model is told apart from one that is absent."""
     hub.gated.add("maker/tiny")
     assert client(hub.endpoint, "maker/tiny")["error"] == (
-        "The model maker/tiny is gated: the Hub doesn't give it to you yet. Its author asks for "
+        "The model maker/tiny is gated, and you don't have access yet. Its author asks for "
         f"an agreement first. Agree at {hub.endpoint}/maker/tiny, then set HF_TOKEN to your token, "
         "or run: hf auth login"
     )
@@ -295,7 +295,7 @@ def test_a_hub_that_fails_is_named(hub: HubServer, client: Any) -> None:
 def test_offline_without_a_copy_says_so(hub: HubServer, client: Any) -> None:
     """HF_HUB_OFFLINE and an empty cache: the variable is named."""
     assert client(hub.endpoint, "maker/tiny", HF_HUB_OFFLINE="1")["error"] == (
-        "The model maker/tiny isn't completely on this computer, and the Hub client is offline. "
+        "The model maker/tiny isn't complete on this computer, and the Hub client is offline. "
         "HF_HUB_OFFLINE is set, so only what was downloaded before can be used. "
         "Unset HF_HUB_OFFLINE and run the command again."
     )

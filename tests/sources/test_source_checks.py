@@ -25,7 +25,7 @@ def test_a_damaged_index_is_named(folder: Path) -> None:
     """An index that is not JSON stops at once."""
     (folder / "model_index.json").write_text("{")
     assert read_error(lambda: resolve_source(folder)) == (
-        f"{folder}/model_index.json can't be read as a table in JSON: it isn't JSON at line 1, "
+        f"{folder}/model_index.json can't be read as a JSON object: it isn't JSON at line 1, "
         "column 2: Expecting property name enclosed in double quotes. This file describes the model. "
         f"{AGAIN}"
     )
@@ -156,7 +156,7 @@ def test_a_damaged_configuration_is_named(folder: Path) -> None:
     path = folder / "vae" / "config.json"
     path.write_text(path.read_text()[:50])
     assert read_error(lambda: verify(folder)) == (
-        f"{path} can't be read as a table in JSON: it isn't JSON at line 3, column 3: Unterminated "
+        f"{path} can't be read as a JSON object: it isn't JSON at line 3, column 3: Unterminated "
         f"string starting at. It describes the component. {AGAIN}"
     )
 

@@ -61,7 +61,7 @@ def read_description(path: Path) -> dict[str, Any]:
         return read_table(path)
     except UnreadableError as error:
         raise SourceError(
-            f"{path} can't be read as a table in JSON: {error}.",
+            f"{path} can't be read as a JSON object: {error}.",
             expected="This file describes the model.",
             remedy="Download or save the model again.",
         ) from error
