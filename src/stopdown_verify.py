@@ -1631,7 +1631,8 @@ def describe_times(n: Node) -> str:
     first, last, count = Fraction(n["first"]), Fraction(n["last"]), n["count"]
     name, ends = n["name"], f"from {show(n['first'])} to {show(n['last'])}"
     size = math.prod(n["shape"])
-    alike = f", with the same value in all {size} elements" if size > 1 else ""
+    alike = f", with the same value in {'both' if size == 2 else f'all {size}'} elements"
+    alike = alike if size > 1 else ""
     if first == last and count == 1 and not n["radius"]:
         return f"{name} is {show(n['first'])}{alike}"
     if not n["radius"] and first.denominator == 1 and last - first == count - 1:

@@ -93,7 +93,7 @@ def test_a_check_needs_the_weights(tmp_path, capsys):
     with pytest.raises(SystemExit) as left:
         stopdown_verify.main([str(tmp_path / "c.json")])
     assert left.value.code == 2
-    assert "expected --weights FOLDER, the folder of the pipeline" in capsys.readouterr().err
+    assert "--weights FOLDER is required: the folder of the pipeline" in capsys.readouterr().err
 
 
 def test_the_bounds_that_lead_to_a_value_are_shown(tokens, capsys):

@@ -26,7 +26,7 @@ REPAIR = Repair(
 
 
 @pytest.mark.parametrize(
-    ("action", "meaning"), [("rescaled", "repaired, rescaled"), ("none", "not repaired")]
+    ("action", "meaning"), [("rescaled", "repaired (rescaled)"), ("none", "not repaired")]
 )
 def test_a_clip_of_a_run_with_faults_is_not_only_healthy(
     tmp_path: Path, action: str, meaning: str
@@ -61,12 +61,14 @@ def test_a_record_of_few_steps_says_so_and_lists_what_was_called(tmp_path: Path)
     found = explain_file(path)
     assert "vae.encode" not in found.why
     assert " ran in " in found.why
-    assert "made in 4 steps" in found.remedy[0]
+    assert "only 4 steps" in found.remedy[0]
     path.write_text(to_json(dataclasses.replace(run, request={"steps": 20})))
     assert explain_file(path).remedy == ("Nothing to do.",)
 
 
-@pytest.mark.parametrize(("steps", "said"), [(1, "1 step,"), (4, "4 steps,"), (20, ""), (None, "")])
+@pytest.mark.parametrize(
+    ("steps", "said"), [(1, "only 1 step;"), (4, "only 4 steps;"), (20, ""), (None, "")]
+)
 def test_a_clip_of_few_steps_is_not_called_right(
     tmp_path: Path, steps: int | None, said: str
 ) -> None:
@@ -77,6 +79,6 @@ def test_a_clip_of_few_steps_is_not_called_right(
     run = dataclasses.replace(RUN, request={"prompt": "a", "steps": steps}, repairs=())
     find_record_path(clip).write_text(to_json(run))
     found = explain_file(clip)
-    assert found.title.startswith("No fault found in clip.png.")
+    assert found.title.startswith("No fault found in clip.png")
     assert said in found.title
-    assert bool(said) == ("--steps 20" in found.remedy[0]) == ("But" in found.title)
+    assert bool(said) == ("--steps 20" in found.remedy[0]) == (", but" in found.title)

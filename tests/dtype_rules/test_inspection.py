@@ -84,4 +84,7 @@ def test_what_stops_a_program_without_values_is_said() -> None:
     (found,) = check(program.given, device="v100", run=run)
     assert (found.kind, found.severity) == ("unchecked", "note")
     assert found.evidence == "Its code stopped without values: ZeroDivisionError: of zeros"
-    assert found.remedy == "Run it once with its weights and a watch on every call: stopdown.guard."
+    assert (
+        found.remedy
+        == "Run it once with its weights, while Stopdown watches every call: stopdown.guard."
+    )

@@ -118,4 +118,6 @@ def test_what_cannot_be_seen_says_what_sees_it() -> None:
     (finding,) = (x for x in check(pipe) if x.kind == "unchecked")
     assert finding.module_path == "transformer"
     assert finding.evidence.startswith("Its code stopped without values: DataDependentOutput")
-    assert finding.remedy.startswith("Run it once with its weights and a watch on every call: ")
+    assert finding.remedy.startswith(
+        "Run it once with its weights, while Stopdown watches every call: "
+    )

@@ -591,7 +591,7 @@ GIVEN = [
             ("none", void, "can't be read: no such file"),
             ("a pipe", lambda path: os.mkfifo(path), "can't be read: it isn't a regular file"),
             ("a million lines", write(b"\n" * 10**6), "has 1000000 lines."),
-            ("not UTF-8", write(b"\xff\xfe\n"), "holds no prompt: line 1: byte 1 is not utf-8"),
+            ("not UTF-8", write(b"\xff\xfe\n"), "holds no prompt: line 1: byte 1 isn't utf-8"),
             (
                 "one long line",
                 write(b"x" * 10**6),

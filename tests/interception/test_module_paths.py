@@ -33,7 +33,7 @@ def test_a_module_that_raises_is_left() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     with Patches() as patches:
         paths = ModulePaths(module, patches, on_leave=lambda *left: seen.append(left))
-        with pytest.raises(RuntimeError, match="shapes can't be multiplied"):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             module(torch.ones(1, 3))
         assert (paths.current, seen) == ("", [("0", None)])
 

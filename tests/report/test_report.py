@@ -72,7 +72,7 @@ def test_bad_lines_and_failures_stand_in_place() -> None:
     made = dataclasses.replace(made, bad_lines=(BadLine(4, "caf\ufffd", "Byte 4 isn't UTF-8."),))
     page, notes = render_comparison(made), made.summarise().list_sentences()
     assert "Line 4" in page
-    assert "Byte 4 isn't UTF-8." in page
+    assert "Byte 4 isn&#39;t UTF-8." in page
     assert "RuntimeError: half way" in page
     assert "Line 4 of the prompts wasn't run: Byte 4 isn't UTF-8." in notes
     assert "bf16 didn't run on line 2: RuntimeError: half way" in notes

@@ -139,7 +139,7 @@ DAMAGED: dict[str, tuple[Any, int, str]] = {
     "a long dtype": (describe(dtype="F" * 17), 16, UNDESCRIBED),
     "a dtype that the library does not read": (
         describe(dtype="F33"), 16,
-        "the tensor 'a' has the dtype 'F33', which safetensors does not read",
+        "the tensor 'a' has the dtype 'F33', which safetensors doesn't read",
     ),
     "half a byte": (
         describe("F4", [3], [0, 1]), 1, "the tensor 'a' takes 1 bytes and its shape needs 3/2"

@@ -229,7 +229,6 @@ def _explain_record(path: Path, kind: str) -> Diagnosis:
     run = read_record(path, RunRecord)
     found = [Clue(0, x.evidence, x.kind) for x in run.findings]
     kinds = [x.kind for x in run.findings] or ["repaired"] * bool(run.repairs)
-    state = "found nothing wrong" if not kinds else f"found {', '.join(dict.fromkeys(kinds))}"
     called = {call.component for call in run.calls}
     reasons = group_components(
         (x.component, f"ran in {x.precision}. {x.reason}")
@@ -238,11 +237,13 @@ def _explain_record(path: Path, kind: str) -> Diagnosis:
     )
     nothing = "Nothing to do."
     if few := _count_few_steps(run):
-        nothing = f"Precision needs no change. But it was made in only {few}; most models need 20 or more."
+        nothing = (
+            f"Precision needs no change, but the run had only {few}; most models need 20 or more."
+        )
     return Diagnosis(
         fault=kinds[0] if kinds else NONE,
         meaning="what the run itself recorded",
-        title=f"{make_printable(path.name)} is the record of a run of {run.source}, which {state}.",
+        title=f"{make_printable(path.name)} is the record of a run of {run.source}: {run.verdict}",
         why=" ".join(f"{names} {reason}" for names, reason in reasons),
         evidence=(*found, *_list_repairs(run)),
         remedy=tuple(x.remedy for x in run.findings) or (nothing,),
@@ -252,7 +253,7 @@ def _explain_record(path: Path, kind: str) -> Diagnosis:
 
 def _list_repairs(run: RunRecord) -> list[Clue]:
     """List the faults of a run, with the repair of each."""
-    done = {x.action: f"repaired, {x.action}" for x in run.repairs} | {"none": "not repaired"}
+    done = {x.action: f"repaired ({x.action})" for x in run.repairs} | {"none": "not repaired"}
     return [Clue(0, x.evidence, f"{done[x.action]}, {x.module_path}") for x in run.repairs]
 
 

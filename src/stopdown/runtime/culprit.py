@@ -443,7 +443,9 @@ def _widen(tree: Any, place: torch.device | None) -> Any:
 def _describe_operands(inputs: list[torch.Tensor]) -> Iterator[str]:
     for tensor in inputs[:4]:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
-        yield f"{name_dtype(tensor.dtype)} {shape} up to {measure_amax(tensor):.4g}"
+        amax = measure_amax(tensor)
+        size = word_size(amax) if amax >= 1e4 else f"{amax:.4g}"
+        yield f"{name_dtype(tensor.dtype)} {shape} up to {size}"
 
 
 def _floats(tree: Any) -> list[torch.Tensor]:
