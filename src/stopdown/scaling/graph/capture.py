@@ -940,7 +940,7 @@ def _leave_out_fakes(
     if user is not None and not fakes.isdisjoint(constants):
         place = f"{type(module).__name__}:{module_path(user)}".removesuffix(":")
         raise CaptureError(
-            f"{place} cannot be captured as a graph: {user.name} takes a tensor that the code made in "
+            f"{place} can't be captured as a graph: {user.name} takes a tensor that the code made in "
             "another call and kept outside of the module.",
             expected="Such a tensor has no values if it was made while a call was traced.",
             remedy="Make it in each call, or keep it as a buffer of the module.",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).parents[1] / "src"
+SOURCE = Path(__file__).parents[2] / "src"
 WRITTEN_OUT = re.compile(r"\bcannot\b|\b(?:do|does|did|is|are|was|were|has|have|had|could) not\b")
 QUOTED = (
     "is not None",
