@@ -1,4 +1,4 @@
-"""Check a certificate: that no fp16 value of a model exceeds 65504, whatever its inputs are.
+"""Check a certificate: that no fp16 value of a model exceeds 65504, whatever its inputs.
 
 A certificate is a JSON file that `stopdown plan --certificate FILE` writes. It lists the values of each
 component's graph, each with the rule and the values that imply its bound. This module derives every bound
@@ -1907,7 +1907,7 @@ def describe_rule(n: Node, free: bool) -> str:
     of = f" of {', '.join(names[:4])}{' and others' if len(names) > 4 else ''}" if names else ""
     of += f" and {show(float(n['number']))}" if "number" in n else ""
     reads = [f"{key} {n[key]}" for key in ("weight", "bias") if key in n]
-    return what + of + "".join(f", {x}" for x in reads) + ", whatever goes in" * free
+    return what + of + "".join(f", {x}" for x in reads) + ", for any input" * free
 
 
 def write_explained(found: dict[str, Any]) -> list[str]:
@@ -1932,7 +1932,9 @@ def write_explained(found: dict[str, Any]) -> list[str]:
         lines.append(f"  {x['value']:{widths[0]}}  {words:{widths[1]}}  {x['why']}{where}")
     rules = [*dict.fromkeys(x["rule"] for x in chain)]
     width = max(map(len, rules))
-    lines += ["  p, N: the peak and the norm of what goes in, see docs/certificate-file.md"]
+    lines += [
+        "  p, N: the largest magnitude and the norm of the input; see docs/certificate-file.md"
+    ]
     return lines + [f"  {rule:{width}}  {FORMULAS[rule]}" for rule in rules]
 
 
@@ -1948,12 +1950,14 @@ def show_bound(x: dict[str, Any]) -> str:
 
 CODES = """exit codes:
   0  proven: every fp16 value and weight of every component
-  1  refused: the file doesn't prove what it says, or isn't of these weights
+  1  refused: the file doesn't prove what it claims, or belongs to other weights
   2  the certificate or the folder can't be read, or the command is wrong
   3  proven in part: what isn't covered is listed
   4  nothing was checked: --explain without --weights"""
 STATUS = {"proven": 0, "refused": 1, "unreadable": 2, "partly": 3, "unchecked": 4}
-UNCHECKED = "Not checked: these are the file's own words. --weights FOLDER derives them again."
+UNCHECKED = (
+    "Not checked: these bounds come from the file itself. To check them, add --weights FOLDER."
+)
 
 
 def read_certificate(path: Path) -> Node:
@@ -1965,7 +1969,7 @@ def read_certificate(path: Path) -> Node:
     found = read_json(path.read_bytes())
     kind = found.get("kind", "certificate") if type(found) is dict else "certificate"
     if type(kind) is str and kind != "certificate":
-        raise OSError(f"{path} is a {kind}, expected what stopdown plan --certificate FILE writes")
+        raise OSError(f"{path} is a {kind}, expected a file that stopdown plan --certificate wrote")
     return found
 
 
@@ -1999,8 +2003,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--weights", type=Path, metavar="FOLDER", help="Folder of the pipeline.")
     parser.add_argument("--json", action="store_true", help="Print what was found as JSON.")
     parser.add_argument("--explain", metavar="COMPONENT:NAME",
-                        help="Show the bounds that the one of a value, a module or a tensor follows from, "
-                             "such as transformer:transformer_blocks.17.attn1.to_v.")  # fmt: skip
+                        help="Show how the bound of a value, module or tensor follows from others, such as "
+                             "transformer:transformer_blocks.17.attn1.to_v.")  # fmt: skip
     options = parser.parse_args(arguments)
     if options.weights is None and options.explain is None:
         parser.error("--weights FOLDER is required: the folder of the pipeline to check")
