@@ -790,7 +790,8 @@ def _find_unread(
     found: set[str] = set()
     for other in _list_resized(call):
         read = _Read()
-        with contextlib.suppress(Exception), mode, read:  # most sizes can't change alone
+        eager = torch.compiler.set_stance("force_eager")  # flex attention would compile each size
+        with contextlib.suppress(Exception), eager, mode, read:  # most sizes can't change alone
             args, kwargs = pytree.tree_map_only(
                 _Shaped, lambda x: torch.empty(x.shape, dtype=x.dtype), other
             )
