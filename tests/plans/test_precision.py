@@ -180,6 +180,15 @@ def test_each_call_gets_one_decision() -> None:
     assert decisions[3].reason.startswith("The autoencoder's config sets force_upcast")
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_a_plan_that_plain_fp16_leaves_out_is_mentioned(precision: str) -> None:
+    """A converted component whose config carries its plan overflows in plain fp16 like the original."""
+    facts = ComponentFacts("transformer", ("transformer",), {"bf16": 9}, carries_plan=True)
+    (decision,) = decide_precisions([facts], A100, {"transformer": precision})
+    said = " The plan in its config.json isn't applied to plain fp16." * (precision == "fp16")
+    assert decision.reason == f"You asked for {precision}.{said}"
+
+
 @pytest.mark.parametrize(("precision", "kept"), [("fp16", ("wo",)), ("bf16", ()), ("fp32", ())])
 def test_what_is_kept_in_fp32_depends_on_the_precision(
     precision: str, kept: tuple[str, ...]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stopdown.component_call_names import name_component
+from stopdown.component_call_names import QUANT_METHOD, name_component
 from stopdown.component_calls.components import (
     cast_component_,
     find_callees,
@@ -74,9 +74,12 @@ def _gather_component(
 ) -> ComponentFacts:
     module_class = find_class(*source.components[name])
     calls = list_call_names(name, module_class)
+    config = configs.get(name, {})
     kept = {precision: find_kept_fp32(module_class, precision) for precision in PRECISIONS}
-    force_upcast = bool(configs.get(name, {}).get("force_upcast", False)) and len(calls) == 2
-    return ComponentFacts(name, calls, stored, kept, force_upcast)
+    force_upcast = bool(config.get("force_upcast", False)) and len(calls) == 2
+    method = config.get("quantization_config")
+    carries_plan = isinstance(method, Mapping) and method.get("quant_method") == QUANT_METHOD
+    return ComponentFacts(name, calls, stored, kept, force_upcast, carries_plan)
 
 
 def decide(

@@ -34,6 +34,7 @@ class ComponentFacts:
         stored: format → bytes on disk.
         kept_fp32: precision in which it is loaded → modules that its authors then keep in fp32.
         force_upcast: its config demands fp32 instead of fp16.
+        carries_plan: its config contains a plan for fp16, as `convert` writes it.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ComponentFacts:
     stored: Mapping[str, int]
     kept_fp32: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     force_upcast: bool = False
+    carries_plan: bool = False
 
     @property
     def stored_mostly(self) -> str | None:
@@ -253,6 +255,8 @@ def decide_precisions(
                     )
                 if support is not None and not _is_good(support):
                     reason += f" {support.reason}"
+                if facts.carries_plan and precision == "fp16":
+                    reason += " The plan in its config.json isn't applied to plain fp16."
             else:
                 precision, reason = choose_precision(facts, supports)
             kept = facts.kept_fp32.get(precision, ())
