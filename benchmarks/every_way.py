@@ -110,7 +110,8 @@ def make_ways(subject: Subject, folder: Path) -> dict[str, Any]:
         row[name] = judge(run_cell(make, want), bf16)
         if row["plain"].get("error") is not None:
             row[name]["outcome"] = "no overflow"
-        if row[name]["outcome"] == "wrong" and row[name]["in_bf16"] and "error" in bf16:
+        is_finite = row[name].get("error") is not None
+        if row[name]["outcome"] == "wrong" and is_finite and row[name]["in_bf16"]:
             row[name] = compare_by_seeds(row[name], call, make, given)
     return row
 
@@ -209,9 +210,12 @@ def judge(cell: dict[str, Any], bf16: dict[str, Any]) -> dict[str, Any]:
     """Give a cell its word: right, repaired, as bf16 (in bf16, as far off), refused, wrong or stopped.
 
     A component in bf16 that was loaded in fp16 rounds at other places than one that was loaded in bf16.
+    Where the pipeline stops in bf16, a cell with a component in bf16 has no reference.
     """
     if "refused" in cell or "stopped" in cell:
         return cell | {"outcome": "refused" if "refused" in cell else "stopped"}
+    if cell.get("in_bf16") and "error" not in bf16 and cell["error"] is not None:
+        return cell | {"outcome": "no reference"}
     spread = REPAIR_SPREAD if cell["repairs"] or cell.get("in_bf16") else 1.0
     most = max(LEAST_ERROR, spread * (bf16.get("error") or 0.0))
     if cell["error"] is None or cell["error"] > most:
@@ -261,7 +265,8 @@ def draw(stored: dict[str, Any]) -> str:
         "mean differences, of 255; *none found*: no weights were found that make it overflow. No overflow: "
         "plain fp16 is finite with this call. *r*: repaired and reported. *b*: in bf16, as this "
         "processor has it and the plan gave no exponents. *m*: the median of three other seeds, as "
-        "with the first it was further from fp32 than bf16.",
+        "with the first it was further from fp32 than bf16. *n*: in bf16, and not judged, as the "
+        "pipeline stops in plain bf16.",
         "",
         *(
             f"- {way}: {', '.join(f'{n} {x}' for x, n in found.items())}."
@@ -310,7 +315,7 @@ def show(cell: dict[str, Any] | None, factor: float) -> str:
         return str(cell["outcome"])
     if cell.get("error") is None:
         return str(cell.get("outcome") or ("stops" if "stopped" in cell else "not finite"))
-    marks = {"repaired": " *r*", "as bf16": " *b*", "wrong": " **wrong**"}
+    marks = {"repaired": " *r*", "as bf16": " *b*", "wrong": " **wrong**", "no reference": " *n*"}
     median = " *m*" if "bf16_of_seeds" in cell else ""
     return f"{factor * cell['error']:.2g}{marks.get(cell.get('outcome', ''), '')}{median}"
 

@@ -137,6 +137,7 @@ def test_what_stops_in_fp32_is_no_refusal(
         ({"error": 0.011, "repairs": 1}, "repaired"),
         ({"error": 0.011, "repairs": 0}, "wrong"),
         ({"error": None, "repairs": 0}, "wrong"),
+        ({"error": None, "repairs": 0, "in_bf16": ["transformer"]}, "wrong"),
         ({"refused": "No.", "repairs": 0}, "refused"),
         ({"stopped": "TypeError: no", "repairs": 0}, "stopped"),
     ],
@@ -149,6 +150,9 @@ def test_other_ways_are_held_against_bf16(
     import every_way
 
     assert every_way.judge(cell, {"error": 0.01})["outcome"] == word
+    unjudged = cell.get("in_bf16") and cell["error"] is not None
+    other = every_way.judge(cell, {"stopped": "TypeError: BFloat16"})["outcome"]
+    assert (other == "no reference") == bool(unjudged)
     stored = every_way.load()
     drawn = every_way.draw_signed(stored)
     assert drawn == every_way.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
