@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from stopdown.numerics import iterate_tensors
+from stopdown.runtime import culprit
 from stopdown.runtime.culprit import Culprit, find_culprit
 
 
@@ -95,6 +98,33 @@ def test_a_mask_that_covers_everything_is_blamed() -> None:
     """With each key masked the softmax is NaN, and it is where the fault begins."""
     found = find(Whole(lambda self, x: torch.softmax(x.masked_fill(x > 0, -math.inf), -1)))
     assert (found.kind, found.operation) == ("unknown", "_softmax")
+
+
+def test_a_value_that_is_not_finite_is_bounded_without_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each later operation asks whether its NaN may be a mask's: copies for that took most of the time."""
+    made = list[tuple[str, int]]()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            made.extend((func.__name__, x.numel()) for x in iterate_tensors(result))
+            return result
+
+    def count(tensor: torch.Tensor) -> bool:
+        with Counting():
+            return is_only_low(tensor)
+
+    is_only_low = culprit._is_only_low
+    monkeypatch.setattr(culprit, "_is_only_low", count)
+    assert find(Net(1e5, 1.0), torch.ones(64, 4).half()).kind == "range"
+    assert made
+    assert max(size for _, size in made) <= 2
+    for value, is_low in ((math.nan, False), (math.inf, False), (-math.inf, True), (1.0, True)):
+        assert is_only_low(torch.tensor([0.0, value])) == is_low
 
 
 def test_a_fault_of_no_precision_is_told() -> None:

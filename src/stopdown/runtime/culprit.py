@@ -466,7 +466,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 def _is_only_low(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has neither NaN nor +Inf, so that any -Inf in it may be a mask's."""
-    return not bool((torch.isnan(tensor) | torch.isposinf(tensor)).any())
+    bounds = bound_values([tensor])
+    return bounds is None or bounds.tolist()[1] < math.inf  # both are NaN if one value is
 
 
 def _has_sentinel(args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> bool:
