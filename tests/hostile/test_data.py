@@ -467,16 +467,26 @@ def list_explained() -> Iterator[Attack]:
 
     for word in ("bf16 ", "only supports ", "from_pretrained("):
         name = f"many {word.strip()}"
-        yield give(name, "explain FILE.log", repeat_word(word), 1, "Nothing in this text")
+        yield give(
+            name,
+            "explain FILE.log",
+            repeat_word(word),
+            1,
+            "This text contains no known precision problem",
+        )
     yield give(
         "white space",
         "explain FILE.log",
         lambda path: void(path.write_text("\n".join(" " * i for i in range(1300)))),
         1,
-        "Nothing in this text",
+        "This text contains no known precision problem",
     )
     yield give(
-        "one line of 20 MB", "explain FILE.log", write(b"x" * 20_000_000), 1, "Nothing in this text"
+        "one line of 20 MB",
+        "explain FILE.log",
+        write(b"x" * 20_000_000),
+        1,
+        "This text contains no known precision problem",
     )
 
     yield give(

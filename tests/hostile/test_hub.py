@@ -60,15 +60,23 @@ CASES: list[tuple[str, Callable[[HubServer], None], str]] = [
     (
         "weights that are others",
         forge(WEIGHTS),
-        "The file diffusion_pytorch_model.safetensors that came",
+        "The file diffusion_pytorch_model.safetensors from",
     ),
     (
         "an index that is another",
         forge("model_index.json"),
-        "The file model_index.json that came from",
+        "The file model_index.json from ENDPOINT doesn't match",
     ),
-    ("a config that is another", forge("vae/config.json"), "The file config.json that came from"),
-    ("a file of git that is another", forge_git, "The file config.json that came from"),
+    (
+        "a config that is another",
+        forge("vae/config.json"),
+        "The file config.json from ENDPOINT doesn't match",
+    ),
+    (
+        "a file of git that is another",
+        forge_git,
+        "The file config.json from ENDPOINT doesn't match",
+    ),
     ("an ETag above", announce('"../../evil"'), "The Hub at ENDPOINT answered with the ETag"),
     ("an absolute ETag", announce('"/tmp/evil"'), "The Hub at ENDPOINT answered with the ETag"),
     ("an ETag that is a folder", announce('".."'), "The Hub at ENDPOINT answered with the ETag"),
