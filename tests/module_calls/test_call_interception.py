@@ -138,6 +138,33 @@ def test_a_copied_wrapper_is_not_taken_for_the_stack() -> None:
     assert calls == ["outer", "theirs", "inner"]
 
 
+class Counted:
+    """Has a method."""
+
+    def times(self, number: int) -> int:
+        return number - 1
+
+
+class Wrapper:
+    """Passes on what it doesn't have itself, as `torch.compile` wraps a module."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_inner"], name)
+
+
+def test_a_method_that_a_wrapper_passes_on_is_called() -> None:
+    """Its class has none to follow; Diffusers calls `cache_context` of a compiled transformer."""
+    wrapper = Wrapper(Counted())
+    with Patches() as patches:
+        put_layer(wrapper, "times", lambda call: call.proceed() + 1, patches, Rank.RECORD)
+        assert wrapper.times(3) == 3
+    assert wrapper.times(3) == 2
+    assert "times" not in vars(wrapper)
+
+
 def test_a_call_shows_whose_weights_serve() -> None:
     """A method that belongs to another module is found beneath every layer."""
     owner, other = Component(), Component()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import stopdown
 from models.lora_cases import (
     STYLES,
     draw_lora,
@@ -21,6 +22,7 @@ from models.lora_cases import (
     make_family,
     name_lora,
 )
+from models.pipeline_calls import call_pipeline, quiet
 
 pytest.importorskip("peft", reason="peft loads LoRA; it is in the extra `adapters`")
 
@@ -28,6 +30,7 @@ from stopdown.errors import ScalingError
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.call import cast_floats
 from stopdown.numerics import relative_l2
+from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.records import Scaling
 from stopdown.scaling.folding.adapters import measure_growth
 from stopdown.scaling.folding.folds import cast_, fold_scaling
@@ -322,6 +325,32 @@ def test_a_swapped_and_a_saved_lora_are_as_they_were(find_scaling: Any, tmp_path
     assert {name.removeprefix("transformer.") for name in second} == set(saved)
     assert all(torch.equal(second[f"transformer.{name}"], x) for name, x in saved.items())
     assert torch.equal(call(pipe, arguments), call(original, arguments))
+
+
+def test_a_lora_with_exponents_of_its_own_is_not_swapped(tmp_path: Path) -> None:
+    """A guard finds exponents for a LoRA that is there; `hotswap` wrote over them without a word."""
+    original, pipe = make_family("flux"), make_family("flux").to(torch.float16)
+    for one in (original, pipe):
+        overflow_(one.transformer)
+    first, second, third = (
+        name_lora(draw_lora(original, "flux", seed, 2.0), "diffusers", "flux") for seed in range(3)
+    )
+    load_lora(original, third, tmp_path, "other")
+    load_lora(pipe, first, tmp_path, "one")
+    with stopdown.guard(pipe, announce=quiet):
+        before = call_pipeline(pipe, "flux")
+        with pytest.raises(
+            ScalingError, match=r"'one' was to be hotswapped.*delete_adapters\('one'\)"
+        ):
+            load_lora(pipe, second, tmp_path, "one", hotswap=True)
+        assert (call_pipeline(pipe, "flux") == before).all()
+        load_lora(pipe, second, tmp_path, "other")
+        pipe.delete_adapters("one")
+        call_pipeline(pipe, "flux")
+        load_lora(pipe, third, tmp_path, "other", hotswap=True)
+        swapped = torch.as_tensor(call_pipeline(pipe, "flux"))
+    wanted = torch.as_tensor(call_pipeline(original, "flux"))
+    assert relative_l2(swapped, wanted) < 0.005 < relative_l2(torch.as_tensor(before), wanted)
 
 
 @pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension", "ignore:Setting boft_n_")

@@ -69,7 +69,10 @@ class _Stack:
     def __init__(self, owner: object, method: str) -> None:
         self.original: Callable[..., Any] = getattr(owner, method)
         is_class = isinstance(owner, type)
-        self.method, self._is_inherited = method, not is_class and method not in vars(owner)
+        self.method = method
+        self._is_inherited = (  # a compiled module passes on methods that its class doesn't have
+            not is_class and method not in vars(owner) and hasattr(type(owner), method)
+        )
         self.layers: _Layers = ()  # replaced, never changed: a call keeps its own
         self.patches = Patches()
 

@@ -101,7 +101,7 @@ class AdapterFolds(SameInCopies):
         patches.defer(handle.remove)
         weakref.finalize(self, _left_hooks.append, handle).atexit = False
         if callable(load := getattr(self.module, "load_lora_adapter", None)):
-            patches.set_attribute(self.module, load.__name__, _after(self._release, load))
+            patches.set_attribute(self.module, load.__name__, self._wrap_loading(load))
 
     def _see(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
         """Start to scale the adapters of a layer that PEFT has just wrapped (a module-registration hook).
@@ -116,6 +116,24 @@ class AdapterFolds(SameInCopies):
         if layer.get_base_layer() in self.paths:
             self._layers.add(layer)
             _FollowedLayer(layer, self)
+
+    def _wrap_loading(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `load_lora_adapter` such that it writes into unscaled adapters only."""
+
+        @functools.wraps(load)
+        def call(*args: Any, hotswap: bool = False, **kwargs: Any) -> Any:
+            name = kwargs.get("adapter_name")
+            if hotswap and name in self.planned:
+                raise ScalingError(
+                    f"The adapter {name!r} was to be hotswapped, but the exponents were found with it.",
+                    expected="Its matrices have exponents of their own, which a hotswap overwrites.",
+                    remedy="Load the other one by its own name, load_lora_weights(FILE, "
+                    f'adapter_name="other"), and then remove the first: delete_adapters({name!r}).',
+                )
+            self._release()
+            return load(*args, hotswap=hotswap, **kwargs)
+
+        return call
 
     def _list_followed(self) -> list[_FollowedLayer]:
         return [x for layer in self._layers if (x := _find_followed(layer)) is not None]
