@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,18 @@ def test_a_guard_that_nobody_holds_stays_on_and_is_known() -> None:
             guard(net[0])
         assert torch.equal(copy.deepcopy(net)(torch.ones(1, 4)), net(torch.ones(1, 4)))
     guard(net[0]).remove()
+
+
+@pytest.mark.parametrize("net", [torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Hardtanh())])
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"part.forward": (x, "forward")}])
+def test_a_guarded_module_is_not_pickled(net: Any, wrap: Any) -> None:
+    """The guard's hooks would go with it: there was a traceback about a thread's lock."""
+    net.requires_grad_(False)
+    with guard(wrap(net), announce=quiet):
+        net(torch.ones(1, 4))
+        with pytest.raises(InputError, match="can't be pickled while its calls are watched"):
+            pickle.dumps(net)
+    assert pickle.dumps(net)
 
 
 @pytest.mark.thorough

@@ -12,9 +12,11 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, MutableMapping
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
+
+from stopdown.errors import InputError
 
 Place = tuple[slice, ...]
 """An index into a tensor: `()` for all of it, or slices for some rows or columns."""
@@ -117,12 +119,25 @@ class Patches:
 
 
 class SameInCopies:
-    """Base class of objects that `copy.deepcopy` returns unchanged, because they belong to the original
-    only.
+    """Base class of objects that `copy.deepcopy` returns unchanged and that aren't pickled, because they
+    belong to the original only.
     """
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        refuse_pickling()
+
+
+def refuse_pickling() -> NoReturn:
+    """Raise an error in place of pickling what watches a module's calls."""
+    raise InputError(
+        "A module can't be pickled while its calls are watched, as torch.save(module) does.",
+        expected="Its hooks belong to a guard or a plan, and would be saved with it.",
+        remedy="Take that off first (.remove(), .undo(), or leave the with block), or save the weights "
+        "alone: module.state_dict().",
+    )
 
 
 def call_while_alive(method: Callable[..., None]) -> Callable[..., None]:

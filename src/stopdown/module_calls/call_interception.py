@@ -27,7 +27,7 @@ import torch
 
 from stopdown.interception.module_paths import casts_weights
 from stopdown.interception.own_hooks import run_with_hooks
-from stopdown.interception.patches import CHANGING, Patches
+from stopdown.interception.patches import CHANGING, Patches, refuse_pickling
 from stopdown.interception.tracing import is_traced
 from stopdown.module_calls.call import ComponentCall
 from stopdown.module_calls.callee import Callee
@@ -132,6 +132,9 @@ class _StackCall:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.stopdown_stack.original, memo)
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        refuse_pickling()
 
 
 def _enter(original: Callable[..., Any], layers: _Layers, args: Any, kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ import torch
 from stopdown.component_call_names import is_inside
 from stopdown.component_calls.components import list_block_paths
 from stopdown.interception.module_paths import list_modules
-from stopdown.interception.patches import Patches
+from stopdown.interception.patches import Patches, refuse_pickling
 from stopdown.interception.tracing import is_traced
 from stopdown.module_calls.call_interception import find_code
 from stopdown.number_formats import FP16
@@ -58,6 +58,9 @@ class Notes(threading.local):
 
     def __deepcopy__(self, memo: object) -> Notes:
         return Notes()  # a copy of a module has the hooks of what it is made of
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        refuse_pickling()
 
     def clear(self) -> None:
         self.clamping.clear()
