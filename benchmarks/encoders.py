@@ -215,7 +215,7 @@ def main() -> None:
     chosen = [] if options.table else options.classes or sorted(ENCODERS)
     warnings.simplefilter("ignore")
     for name in chosen:
-        listed = list_rows(name, named[name])
+        listed = list_rows(name, named.get(name, set()))
         one = (options.mask, options.states, options.ranges)
         rows = [x for x in listed if options.mask is None or x == one]
         if not rows:
