@@ -22,6 +22,7 @@ from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import (
     StoredWeight,
     cast_tensor,
+    cast_tensor_,
     choose_folder,
     is_mapped,
     map_copy,
@@ -341,3 +342,32 @@ def test_where_no_room_can_be_reserved_it_is_written(
     assert path.stat().st_size == size
     with pytest.raises(OutputError, match="No space left on device"):
         mapped_weights._reserve(Path("/dev/full"), size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_cast_is_undone_to_the_bit(dtype: torch.dtype) -> None:
+    """Also of NaN, and of a change that was made and taken back in the cast's precision."""
+    weight = torch.nn.Parameter(torch.randn(64, 64), requires_grad=False)
+    weight[0, 0] = torch.nan
+    table = torch.nn.Parameter(torch.randn(64, 64), requires_grad=False)
+    before, added = (weight.data.clone(), table.data.clone()), torch.randn(64, 64).to(dtype)
+    with Patches() as patches:
+        cast_tensor_(weight, dtype, patches)
+        cast_tensor_(table, dtype, patches)
+        table.data += added
+        table.data -= added
+        assert weight.dtype == table.dtype == dtype
+        assert not torch.equal(table.float(), before[1].to(dtype).float())
+    assert torch.equal(weight.view(torch.int32), before[0].view(torch.int32))
+    assert torch.equal(table, before[1])
+
+
+def test_what_was_written_into_a_cast_tensor_stays() -> None:
+    """As by a LoRA that is fused, or by other weights: they were lost as the cast was undone."""
+    weight = torch.nn.Parameter(torch.randn(64, 64), requires_grad=False)
+    patches, wanted = Patches(), weight.data * 1.01
+    cast_tensor_(weight, torch.float16, patches)
+    weight.data.copy_(wanted)
+    patches.undo()
+    assert weight.dtype == torch.float32
+    assert torch.equal(weight, wanted.half().float())

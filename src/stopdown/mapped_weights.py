@@ -25,7 +25,9 @@ import torch
 
 from stopdown.errors import OutputError, warn_user
 from stopdown.fold_names import Folds, name_parameters
+from stopdown.interception.patches import Patches
 from stopdown.number_formats import name_dtype
+from stopdown.numerics import is_readable
 
 SHARE = 0.25
 """Share of the machine's memory above which weights are mapped."""
@@ -235,6 +237,43 @@ def cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if folder is None or tensor.dtype == dtype:
         return tensor.to(dtype)
     return map_copy(tensor, folder, dtype)
+
+
+_COMPARED = 65536
+"""About as many values of a tensor are compared to find out whether it was written."""
+
+
+def cast_tensor_(tensor: torch.Tensor, dtype: torch.dtype, patches: Patches) -> None:
+    """Cast a tensor in place. Undoing restores every bit, or casts back what was written meanwhile.
+
+    A fused LoRA and other weights loaded in between are kept so. A difference below the precision of
+    `dtype` isn't taken for a write: it's what a LoRA leaves that was fused and taken out again.
+
+    Cost: undoing compares some of the values, with a host read.
+    """
+    before = tensor.data
+    tensor.data = cast_tensor(before, dtype)
+    patches.defer(lambda: setattr(tensor, "data", _choose_values(tensor.data, before, dtype)))
+
+
+def _choose_values(now: torch.Tensor, before: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values that a tensor had before its cast to a dtype, or its present ones, cast back, if
+    they were written since.
+    """
+    is_comparable = now.dtype == dtype != before.dtype and now.shape == before.shape
+    if (
+        not is_comparable
+        or find_mapped_folder(before)
+        or not (is_readable(now) and is_readable(before))
+    ):
+        return before
+    some = slice(None, None, max(1, now.numel() // _COMPARED))
+    if torch.equal(now.reshape(-1)[some], before.reshape(-1)[some].to(now.device, dtype)):
+        return before
+    cast = before.to(now.device, dtype)
+    change = torch.linalg.vector_norm(now.float() - cast.float())
+    is_written = change > torch.finfo(dtype).eps * torch.linalg.vector_norm(cast.float())
+    return now.to(before.device, before.dtype) if is_written else before
 
 
 def widen_(module: torch.nn.Module) -> None:

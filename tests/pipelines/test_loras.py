@@ -327,6 +327,21 @@ def test_a_swapped_and_a_saved_lora_are_as_they_were(find_scaling: Any, tmp_path
     assert torch.equal(call(pipe, arguments), call(original, arguments))
 
 
+def test_a_fused_lora_stays_when_a_plan_comes_off(tmp_path: Path) -> None:
+    """Its layers were unloaded; the weights of before the cast came back without it."""
+    original, pipe = make_family("flux"), make_family("flux")
+    tensors = name_lora(draw_lora(original, "flux"), "diffusers", "flux")
+    bare = torch.as_tensor(call_pipeline(original, "flux"))
+    guarded = stopdown.fp16(pipe)
+    for one in (original, pipe):
+        load_lora(one, tensors, tmp_path, "one")
+        one.fuse_lora()
+        one.unload_lora_weights()
+    guarded.remove()
+    wanted, found = (torch.as_tensor(call_pipeline(x, "flux")) for x in (original, pipe))
+    assert relative_l2(found, wanted) < 0.02 * relative_l2(bare, wanted)
+
+
 def test_a_lora_with_exponents_of_its_own_is_not_swapped(tmp_path: Path) -> None:
     """A guard finds exponents for a LoRA that is there; `hotswap` wrote over them without a word."""
     original, pipe = make_family("flux"), make_family("flux").to(torch.float16)

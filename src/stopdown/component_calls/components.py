@@ -8,7 +8,6 @@ attribute path. A `Callee` is the target of such a call: the module, the method,
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from stopdown.errors import InputError
 from stopdown.interception.module_paths import list_modules
 from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.patches import Patches
-from stopdown.mapped_weights import cast_tensor
+from stopdown.mapped_weights import cast_tensor, cast_tensor_
 from stopdown.module_calls.callee import GENERAL_KEEPS, Callee
 from stopdown.number_formats import name_dtype
 from stopdown.scaling import StoredWeight
@@ -508,10 +507,9 @@ def put_precision(module: torch.nn.Module, dtype: torch.dtype, patches: Patches)
 
     Submodules that its authors keep in fp32 stay so.
     """
-    for tensor in module.state_dict(keep_vars=True).values():
-        if tensor.is_floating_point():
-            patches.defer(functools.partial(setattr, tensor, "data", tensor.data))
-    cast_component_(module, dtype, patches=patches)
+    cast_component_(
+        module, dtype, lambda x, stored: cast_tensor_(x, stored.dtype, patches), patches
+    )
 
 
 def list_block_paths(
