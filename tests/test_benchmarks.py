@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -126,6 +128,34 @@ def test_what_stops_in_fp32_is_no_refusal(
     rows = {"a": row | {"outcome": "refused"}, "b": {"outcome": "x"}}
     stored = every_pipeline.judge_again({"rows": rows})
     assert stored["counts"] == {word: 1, "x": 1}
+
+
+@pytest.mark.thorough
+def test_a_row_that_would_be_wrong_is_judged_by_other_seeds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By medians of three: one lucky seed of bf16 says little. A run that stops changes nothing."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import every_pipeline
+
+    values = {"auto": (0.125, 9.0, 0.25), "bf16": (0.25, 0.75, 0.5), "fp32": (0.0, 0.0, 0.0)}
+    codes = {"code": 0}
+
+    def read(path: Path) -> Any:
+        name, seed = path.stem.split("-")
+        return np.full((1, 2, 2, 3), values[name][int(seed) - 1])
+
+    monkeypatch.setattr(every_pipeline, "run", lambda command, folder: dict(codes))
+    monkeypatch.setattr(every_pipeline, "read", read)
+    monkeypatch.setattr(every_pipeline, "simulated_t4", contextlib.nullcontext)
+    row = {name: {"code": 0, "error": x} for name, x in (("auto", 1.5), ("bf16", 0.8))}
+    row["fp32"] = {"code": 0}
+    found = row | every_pipeline.compare_by_seeds(row, ["generate"], tmp_path, ".png")
+    assert [found[x]["error"] for x in ("auto", "bf16")] == [0.25, 0.5]
+    assert found["note"] == "Medians of three other seeds: with the first, 1.50 and 0.80 in bf16."
+    assert [every_pipeline.judge(x) for x in (row, found)] == ["wrong", "right"]
+    codes["code"] = 1
+    assert every_pipeline.compare_by_seeds(row, ["generate"], tmp_path, ".png") == {}
 
 
 @pytest.mark.thorough
