@@ -327,6 +327,25 @@ def test_a_swapped_and_a_saved_lora_are_as_they_were(find_scaling: Any, tmp_path
     assert torch.equal(call(pipe, arguments), call(original, arguments))
 
 
+@pytest.mark.filterwarnings("ignore:.*was called with:stopdown.errors.StopdownWarning")
+def test_another_lora_takes_the_place_of_a_planned_one(tmp_path: Path) -> None:
+    """The guard takes the exponents off; the plan's check refused the call as if they were there."""
+    original, pipe = make_family("flux"), make_family("flux")
+    first, second = (
+        name_lora(draw_lora(original, "flux", seed), "diffusers", "flux") for seed in range(2)
+    )
+    load_lora(original, second, tmp_path, "other")
+    load_lora(pipe, first, tmp_path, "one")
+    guarded = stopdown.fp16(pipe)
+    call_pipeline(pipe, "flux")
+    load_lora(pipe, second, tmp_path, "other")
+    pipe.delete_adapters("one")
+    wanted, found = (torch.as_tensor(call_pipeline(x, "flux")) for x in (original, pipe))
+    guarded.remove()
+    assert relative_l2(found, wanted) < 0.01
+    assert relative_l2(torch.as_tensor(call_pipeline(pipe, "flux")), wanted) < 1e-4
+
+
 def test_a_fused_lora_stays_when_a_plan_comes_off(tmp_path: Path) -> None:
     """Its layers were unloaded; the weights of before the cast came back without it."""
     original, pipe = make_family("flux"), make_family("flux")

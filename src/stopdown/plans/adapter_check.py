@@ -25,11 +25,12 @@ import torch
 from stopdown.component_calls.component_interception import intercept_components
 from stopdown.component_calls.components import find_component
 from stopdown.errors import PlanError, warn_user
+from stopdown.fold_names import RESCALED
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.adapter_layers import list_adapter_names
 from stopdown.module_calls.callee import Callee
 from stopdown.records import ComponentPlan, Plan
-from stopdown.scaling import ComponentCall, Rank, intercept, read_headroom
+from stopdown.scaling import CallWatch, ComponentCall, Rank, intercept, read_headroom
 from stopdown.scaling.folding.adapters import list_misfitting, measure_growth
 
 _REMEDY = (
@@ -95,14 +96,16 @@ def _read_adapter(name: str, layers: list[Any]) -> ActiveAdapter:
     return ActiveAdapter(len(layers), len(active), len(merged), tuple(sorted(scales)))
 
 
-def list_new(before: Structure, after: Structure, module: torch.nn.Module) -> Iterator[str]:
+def list_new(before: Structure, after: Structure, module: torch.nn.Module | None) -> Iterator[str]:
     """Yield a clause for each adapter or module that is new since the plan, and that the plan doesn't
     scale.
 
     Args:
         before, after: structure of the component when the plan was applied, and now.
+        module: the component; None if it has no exponents now, so that adapters need none.
     """
-    for name, why in sorted(list_misfitting(module).items()):
+    misfitting = {} if module is None else list_misfitting(module)
+    for name, why in sorted(misfitting.items()):
         if name not in before.adapters:
             layers = after.adapters[name].layers
             yield f"the adapter {name!r} was loaded into {layers} of its layers: {why.removesuffix('.')}"
@@ -157,6 +160,12 @@ def _show(adapter: ActiveAdapter) -> str:
     return ", ".join(f"{x:g}" for x in adapter.strengths) or "none"
 
 
+def _has_exponents(module: torch.nn.Module) -> bool:
+    """Return whether exponents are on a component now; a copy has them without a watch of its own."""
+    inner = getattr(module, "_orig_mod", module)
+    return CallWatch.find(inner) is not None or RESCALED in vars(inner)
+
+
 def watch_adapters(pipe: Any, plan: Plan, patches: Patches) -> None:
     """Check, at each call of a component in fp16, that its modules and adapters are those of the plan.
 
@@ -189,14 +198,19 @@ class _Post:
 
     def _compare(self, module: torch.nn.Module, now: Structure) -> None:
         name, scaling = self.entry.component, self.entry.in_force
-        added = list(list_new(self.known, now, module))
-        if added and (scaling.exponents or scaling.multiplies):
+        is_planned = bool(scaling.exponents or scaling.multiplies)
+        is_off = is_planned and not _has_exponents(module)  # a guard took them off
+        added = list(list_new(self.known, now, None if is_off else module))
+        if added and is_planned:
             raise PlanError(
                 f"{name} has changed since its plan was applied: {'; '.join(added)}.",
                 expected="Its weights are scaled by powers of two, and whatever is added to them must be "
                 "scaled in the same way.",
                 remedy=_REMEDY,
             )
+        if is_off:
+            self.known = now
+            return
         others = now.adapters.keys() - self.planned
         changed = [x for x in others if now.adapters[x] != self.known.adapters.get(x)]
         grown = list_grown(module, changed, read_headroom(scaling), scaling.certified)

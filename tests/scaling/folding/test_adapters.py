@@ -151,7 +151,7 @@ def test_another_strength_and_taking_out_are_said(styled: tuple[Any, Plan]) -> N
     pipe, plan = styled
     with apply_plan(pipe, plan):
         pipe.set_adapters("style", 0.5)
-        with pytest.warns(StopdownWarning, match="'style' has the strength 0.5, it was 1. What it"):
+        with pytest.warns(StopdownWarning, match="'style' has the strength 0.5, it was 1."):
             call_transformer(pipe, torch.float16)
         call_transformer(pipe, torch.float16)  # said once: a warning would be an error here
         pipe.set_adapters("style", 1.0)
@@ -372,7 +372,7 @@ def test_an_adapter_on_a_converted_component_is_found(tmp_path: Path) -> None:
     load_lora(pipe, write_lora(pipe, tmp_path))
     (found,) = check_rescaled(pipe, find_components(pipe))
     assert (found.kind, found.severity) == ("adapter-on-rescaled", "wrong")
-    assert found.evidence.endswith("times powers of two. It has the adapter style.")
+    assert found.evidence.endswith("multiplied by powers of two. It has the adapter style.")
     assert "adapter-on-rescaled" in {x.kind for x in check(pipe)}
 
 
