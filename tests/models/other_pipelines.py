@@ -178,45 +178,6 @@ def make_klein() -> Any:
     )
 
 
-def make_far() -> Any:
-    """A pipeline whose transformer's chunks add up to 3 latent frames; its code makes 21 by default."""
-    import diffusers
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        transformer = diffusers.AnyFlowFARTransformer3DModel(
-            patch_size=(1, 2, 2),
-            compressed_patch_size=(1, 4, 4),
-            full_chunk_limit=3,
-            num_attention_heads=2,
-            attention_head_dim=12,
-            in_channels=16,
-            out_channels=16,
-            text_dim=32,
-            freq_dim=256,
-            ffn_dim=32,
-            num_layers=1,
-            cross_attn_norm=True,
-            rope_max_seq_len=32,
-            chunk_partition=(1, 1, 1),
-        )
-        vae = diffusers.AutoencoderKLWan(
-            base_dim=3,
-            z_dim=16,
-            dim_mult=[1, 1, 1, 1],
-            num_res_blocks=1,
-            temperal_downsample=[False, True, True],
-        )
-        encoder = build_part("umt5")
-    return diffusers.AnyFlowFARPipeline(
-        tokenizer=build_part("t5-tokenizer"),
-        text_encoder=encoder,
-        vae=vae,
-        transformer=transformer,
-        scheduler=diffusers.FlowMapEulerDiscreteScheduler(),
-    )
-
-
 def make_animated_control() -> Any:
     """An AnimateDiff whose ControlNet takes a picture for each frame, as `conditioning_frames`."""
     import diffusers

@@ -228,7 +228,6 @@ class _DryRun:
             torch.no_grad(),
             WARNINGS_IGNORED,
             ignoring_warnings(Warning),  # of a run without values they say nothing
-            torch.compiler.set_stance("force_eager"),  # else flex attention compiles the listeners
             contextlib.ExitStack() as stack,
             contextlib.suppress(_DecoderReached),
         ):

@@ -519,7 +519,6 @@ def list_own_arguments(pipe: Any) -> dict[str, bool | float | str]:
 
     - Latte's `video_length`, the only length of a video that its transformer has positions for. The
       pipeline's default is 16, whatever the config says.
-    - AnyFlow's `num_frames`, as many as the chunks of its transformer add up to. Its default is 81.
     - CogVideoX's `max_sequence_length`, the only text length that its transformer accepts.
     - An empty `negative_prompt` for the classes of `_NEEDS_NEGATIVE`.
     - The numbers and switches of `_recommended_call`, by the pipeline's names. `solids` has one. Names with
@@ -531,8 +530,6 @@ def list_own_arguments(pipe: Any) -> dict[str, bool | float | str]:
     own["video_length"] = config.get("video_length") or None
     if length := config.get("max_text_seq_length"):
         own["max_sequence_length"] = length
-    if chunks := config.get("chunk_partition"):
-        own["num_frames"] = (sum(chunks) - 1) * pipe.vae_scale_factor_temporal + 1
     taken = inspect.signature(type(pipe).__call__).parameters
     found: dict[str, bool | float | str] = {
         name: x for name, x in own.items() if name in taken and isinstance(x, (int, float))
