@@ -1679,7 +1679,7 @@ def list_assumed(stated: Node) -> list[str]:
 def describe_assumed(n: Node) -> Iterator[str]:
     rule = n["rule"]
     if rule == "known":
-        yield f"the values of {n['name']}"
+        yield f"{n['name']} has the values in the certificate"
     elif rule == "unknown" and n["alike"]:
         yield f"{n['id']} ({n['function']}) is scaled as its inputs are"
 
@@ -1748,13 +1748,13 @@ def write_verdict(found: dict[str, Any]) -> str:
     parts = [f"{rest} values and weights"] * (rest > 0) + [f"whole components ({names})"] * bool(
         names
     )
-    return f"Proven in part: {share} don't exceed 65504. Not covered: {', and '.join(parts)}."
+    return f"Proven in part: {share} are proven not to exceed 65504. Not covered: {', and '.join(parts)}."
 
 
 def write_lines(found: dict[str, Any]) -> list[str]:
     lines = [write_verdict(found)]
     for x in found["components"]:
-        covered = f"{x['covered']} of {x['values']} fp16 values and weights don't exceed 65504"
+        covered = f"{x['covered']} of {x['values']} fp16 values and weights are proven not to exceed 65504"
         others = ", provided that the others don't either" if x["not_covered"] else ""
         lines.append(f"{x['component']}: {covered}{others}")
         if x["not_covered"]:

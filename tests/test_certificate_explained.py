@@ -53,7 +53,7 @@ def test_the_first_line_is_the_verdict(tmp_path, capsys):
     assert rest > 0
     assert (code, line) == (
         3,
-        f"Proven in part: {12 - rest} of 12 fp16 values and weights don't exceed 65504. "
+        f"Proven in part: {12 - rest} of 12 fp16 values and weights are proven not to exceed 65504. "
         f"Not covered: {rest} values and weights, and whole components (vae).",
     )
     path.write_text(json.dumps({**certificate, "seal": "0" * 64}))
@@ -67,7 +67,7 @@ def test_inputs_are_said_apart_from_what_is_assumed(tokens, capsys):
     _, lines = ask(path, capsys, "--weights", str(model.folder))
     assert "  for inputs: hidden_states up to 64, of shape 1 x 4 x 8" in lines
     assert "  for inputs: every whole timestep from 0 to 1000" in lines
-    assert "  assumed: the values of a constant of the call" in lines
+    assert "  assumed: a constant of the call has the values in the certificate" in lines
     assert not [x for x in lines if x.startswith("  assumed: ") and "timestep" in x]
     code, lines = ask(path, capsys, "--weights", str(model.folder), "--json")
     found = json.loads("\n".join(lines))

@@ -109,7 +109,7 @@ def test_certificate_of_a_block_is_proven_and_shown_by_the_command(net, tmp_path
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "Proven: none of 12 fp16 values and weights exceeds 65504, for the inputs below.",
-        "net: 12 of 12 fp16 values and weights don't exceed 65504",
+        "net: 12 of 12 fp16 values and weights are proven not to exceed 65504",
         "  for inputs: x up to 64, of shape 2 x 5 x 8",
         *(f"assumed throughout: {words}" for words in stopdown_verify.ASSUMED),
     ]

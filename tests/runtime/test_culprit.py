@@ -70,7 +70,7 @@ def test_an_overflow_is_named_with_what_it_reaches() -> None:
     assert found.around == ("blocks.1",)
     assert found.reached > 65504
     assert found.describe("part").startswith(
-        "The fault begins at `part:blocks.1` (mul in fp16), whose operands are finite (fp16 1x4 up to "
+        "The fault begins at `part:blocks.1` (mul in fp16). Its operands are finite (fp16 1x4 up to "
     )
 
 
@@ -131,14 +131,14 @@ def test_a_fault_of_no_precision_is_told() -> None:
     """The square root of a negative number is NaN in fp32 too."""
     found = find(Whole(lambda self, x: torch.sqrt(-x)))
     assert found.kind == "undefined"
-    assert found.describe("part").endswith("and it isn't finite in fp32 either.")
+    assert found.describe("part").endswith("but its result isn't finite in fp32 either.")
 
 
 def test_a_number_in_the_code_is_told() -> None:
     """Code that writes NaN is said to, whatever the precision."""
     found = find(Whole(lambda self, x: x.masked_fill(x > 3, math.nan)))
     assert found.kind == "written"
-    assert found.describe("part").endswith("and its code writes it.")
+    assert found.describe("part").endswith("but its code writes the NaN or Inf.")
 
 
 def test_a_weight_is_blamed() -> None:
@@ -195,8 +195,8 @@ def test_a_kernel_that_is_wrong_in_one_format_is_named() -> None:
     found = find(Whole(lambda _, x: torch.ops.stopdown_tests.double(x)), x)
     assert (found.kind, found.reached) == ("kernel", 2.0)
     assert found.describe("net").endswith(
-        "and it should reach no more than 2, which fp16 holds: this device's kernel is wrong, or adds "
-        "up in 16 bits."
+        "its result should reach no more than 2, which fp16 holds: this device's kernel is wrong, or "
+        "adds up in 16 bits."
     )
 
 

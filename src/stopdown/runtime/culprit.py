@@ -94,18 +94,23 @@ class Culprit:
             return f"The weight {module_path} isn't finite."
         if not self.operation:
             return "Stopdown couldn't find where the fault began."
-        said = f"The fault begins at `{module_path}` ({self.operation} in {self.dtype})"
-        if self.operands:
-            said += f", whose operands are finite ({', '.join(self.operands)})"
-        ends = {"undefined": "it isn't finite in fp32 either", "written": "its code writes it"}
+        said = f"The fault begins at `{module_path}` ({self.operation} in {self.dtype})."
+        ends = {
+            "undefined": "its result isn't finite in fp32 either",
+            "written": "its code writes the NaN or Inf",
+        }
         if math.isfinite(self.reached):
-            ends[self.kind] = f"whose result in fp32 reaches {word_size(self.reached)}"
+            ends[self.kind] = f"its result in fp32 reaches {word_size(self.reached)}"
         if self.kind == "kernel":
             ends["kernel"] = (
-                f"it should reach no more than {self.reached:.4g}, which {self.dtype} holds: this "
+                f"its result should reach no more than {self.reached:.4g}, which {self.dtype} holds: this "
                 "device's kernel is wrong, or adds up in 16 bits"
             )
-        said += f", and {ends[self.kind]}." if self.kind in ends else "."
+        known = [f"its operands are finite ({', '.join(self.operands)})"] if self.operands else []
+        known += [ends[self.kind]] if self.kind in ends else []
+        if known:
+            words = ", but ".join(known)
+            said += f" {words[0].upper()}{words[1:]}."
         return said + (" A clamp hid it." if self.kind == "clamped" else "")
 
 
