@@ -139,45 +139,6 @@ def make_easyanimate() -> Any:
     )
 
 
-def make_klein() -> Any:
-    """A FLUX.2 Klein whose text encoder has 2 layers; its code takes hidden states of up to 27."""
-    import diffusers
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        transformer = diffusers.Flux2Transformer2DModel(
-            patch_size=1,
-            in_channels=4,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=48,
-            timestep_guidance_channels=16,
-            axes_dims_rope=[4, 4, 4, 4],
-            guidance_embeds=False,
-        )
-        vae = diffusers.AutoencoderKLFlux2(
-            sample_size=32,
-            down_block_types=("DownEncoderBlock2D",),
-            up_block_types=("UpDecoderBlock2D",),
-            block_out_channels=(4,),
-            layers_per_block=1,
-            latent_channels=1,
-            norm_num_groups=1,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-        )
-        encoder = _make_qwen()
-    return diffusers.Flux2KleinKVPipeline(
-        transformer=transformer,
-        vae=vae,
-        text_encoder=encoder,
-        tokenizer=make_tokenizer(),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-    )
-
-
 def make_animated_control() -> Any:
     """An AnimateDiff whose ControlNet takes a picture for each frame, as `conditioning_frames`."""
     import diffusers

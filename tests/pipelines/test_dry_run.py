@@ -13,7 +13,6 @@ import torch
 from models.other_pipelines import (
     make_animated_control,
     make_easyanimate,
-    make_klein,
 )
 from stopdown.component_calls.components import find_callees
 from stopdown.devices.device_profiles import find_device_target
@@ -208,9 +207,9 @@ def test_a_config_without_steps_and_size_is_run_dry_to_its_end() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("make", [make_easyanimate, make_klein, make_animated_control])
+@pytest.mark.parametrize("make", [make_easyanimate, make_animated_control])
 def test_a_call_without_a_request_gets_what_its_code_needs(make: Callable[[], Any]) -> None:
-    """A negative prompt, hidden states, a picture of each frame: components were left unplanned."""
+    """A negative prompt, a picture of each frame: components were left unplanned."""
     pipe = make()
     calls, ended = list_pipeline_calls(pipe, {})
     assert not ended

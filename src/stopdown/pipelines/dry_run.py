@@ -387,28 +387,10 @@ def make_arguments(pipe: Any) -> dict[str, Any]:
     arguments |= _add_pictures(pipe, picture, taken, "image" in arguments)
     if "generator" in taken:
         arguments["generator"] = torch.Generator("cpu").manual_seed(0)
-    arguments |= _choose_hidden_states(pipe, taken)
     for name, own, value in _OF_CONFIGS:
         if name in taken and getattr(pipe, own, value) is None:
             arguments[name] = value
     return arguments
-
-
-def _choose_hidden_states(pipe: Any, taken: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return FLUX.2's `text_encoder_out_layers` for a text encoder that has fewer layers than its default.
-
-    As many hidden states are joined as make the width that the transformer takes; which ones are returned
-    changes no shape.
-    """
-    name = "text_encoder_out_layers"
-    encoder: Any = getattr(getattr(pipe, "text_encoder", None), "config", None)
-    if name not in taken or encoder is None:
-        return {}
-    text = encoder.get_text_config()
-    if max(taken[name].default) <= text.num_hidden_layers:
-        return {}
-    count = pipe.transformer.config.joint_attention_dim // text.hidden_size
-    return {name: tuple(1 + x % text.num_hidden_layers for x in range(count))}
 
 
 _OF_CONFIGS = (
