@@ -112,7 +112,7 @@ def test_what_is_no_amount(text: str) -> None:
     """Anything else is refused with an example."""
     with pytest.raises(OptionError) as caught:
         parse_bytes(text)
-    assert f'memory="{text}" is not an amount of memory' in str(caught.value)
+    assert f'memory="{text}" isn\'t an amount of memory' in str(caught.value)
     assert 'Use memory="8GiB"' in str(caught.value)
 
 

@@ -110,8 +110,8 @@ def make_facts(stored: str | None, *, force_upcast: bool = False) -> ComponentFa
         ),
         (NOISY, "fp16", False, "fp32", "The weights are stored in fp16. fp16 is emulated; too"),
         (BROKEN, "bf16", False, "fp32", "The weights are stored in bf16. It was tried and failed"),
-        (V100, "fp16", True, "fp32", "The autoencoder's config sets force_upcast"),
-        (A100, "fp16", True, "fp32", "The autoencoder's config sets force_upcast"),
+        (V100, "fp16", True, "fp32", "The autoencoder overflows in fp16, so its config sets"),
+        (A100, "fp16", True, "fp32", "The autoencoder overflows in fp16, so its config sets"),
         (
             A100,
             "bf16",
@@ -177,7 +177,7 @@ def test_each_call_gets_one_decision() -> None:
         ("vae.decode", "fp32"),
     ]
     assert decisions[2].reason == "You asked for fp16."
-    assert decisions[3].reason.startswith("The autoencoder's config sets force_upcast")
+    assert decisions[3].reason.startswith("The autoencoder overflows in fp16, so its config sets")
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])

@@ -121,7 +121,7 @@ def test_exactness_is_demanded_before_anything_is_cast() -> None:
             return super().forward(x) + (len(calls) if type(x) is torch.Tensor else 0)
 
     module, x = Drifting().eval().requires_grad_(False), torch.randn(3, 4)
-    with pytest.raises(ScalingError, match="not bit for bit what it was"):
+    with pytest.raises(ScalingError, match="isn't bit for bit what it was"):
         scale_calls(module, [[(module, (x,), {})]])
 
 

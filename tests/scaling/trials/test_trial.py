@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from models.snapshots import compare_snapshot, take_snapshot
+from stopdown import mapped_weights
 from stopdown.errors import ScalingError, StopdownWarning, TrialError
 from stopdown.records import ComponentPlan, Trial
-from stopdown.scaling.folding import folds
 from stopdown.scaling.graph.capture import capture_call
 from stopdown.scaling.rescale import rescale_
 from stopdown.scaling.trials import trial
@@ -238,14 +238,14 @@ def test_a_plan_falls_back_and_says_why() -> None:
 def test_memory_that_runs_out_is_said(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Half-way through a cast: every dtype is as it was, and the result says that nothing was tried."""
     module, x = make()
-    before, cast = take_snapshot(module), folds.cast_tensor
+    before, cast = take_snapshot(module), mapped_weights.cast_tensor
 
     def run_out(tensor: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
         if wanted == dtype and tensor.data_ptr() == module.out.weight.data_ptr():
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return cast(tensor, wanted)
 
-    monkeypatch.setattr(folds, "cast_tensor", run_out)
+    monkeypatch.setattr(mapped_weights, "cast_tensor", run_out)
     rescaling = rescale_(module, (x,))
     found = rescaling.trial
     assert found is not None
