@@ -206,6 +206,58 @@ _FLUX = (
 )  # fmt: skip
 """The transformers' configurations are their classes' own, as published (Lightricks/LTX-Video,
 Qwen/Qwen-Image, black-forest-labs/FLUX.1-dev); that of Wan is Wan-AI/Wan2.1-T2V-1.3B-Diffusers."""
+_TINY_TEXT = {"intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 90,
+              "bos_token_id": 88, "eos_token_id": 89}  # fmt: skip
+_SDXL = (
+    "StableDiffusionXLPipeline",
+    {
+        "tokenizer": ("transformers", "CLIPTokenizer", {}),
+        "tokenizer_2": ("transformers", "CLIPTokenizer", {}),
+        "text_encoder": (
+            "transformers",
+            "CLIPTextModel",
+            {**_TINY_TEXT, "hidden_size": 768, "num_attention_heads": 12},
+        ),
+        "text_encoder_2": (
+            "transformers",
+            "CLIPTextModelWithProjection",
+            {**_TINY_TEXT, "hidden_size": 1280, "num_attention_heads": 20, "projection_dim": 1280},
+        ),
+        "unet": (
+            "diffusers",
+            "UNet2DConditionModel",
+            {"sample_size": 128, "block_out_channels": [320, 640, 1280],
+             "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+             "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+             "attention_head_dim": [5, 10, 20], "transformer_layers_per_block": [1, 2, 10],
+             "cross_attention_dim": 2048, "use_linear_projection": True,
+             "addition_embed_type": "text_time", "addition_time_embed_dim": 256,
+             "projection_class_embeddings_input_dim": 2816},
+        ),
+        "vae": (
+            "diffusers",
+            "AutoencoderKL",
+            {"down_block_types": ["DownEncoderBlock2D"] * 4,
+             "up_block_types": ["UpDecoderBlock2D"] * 4, "block_out_channels": [128, 256, 512, 512],
+             "layers_per_block": 2, "latent_channels": 4, "sample_size": 1024,
+             "scaling_factor": 0.13025, "force_upcast": True},
+        ),
+        "scheduler": (
+            "diffusers",
+            "EulerDiscreteScheduler",
+            {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"},
+        ),
+    },
+)  # fmt: skip
+"""As published (stabilityai/stable-diffusion-xl-base-1.0), but for the text encoders' depth."""
+_TINY_SDXL_UNET = {
+    "sample_size": 128, "block_out_channels": [32, 32], "norm_num_groups": 2,
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"], "attention_head_dim": [1, 1],
+    "layers_per_block": 1, "cross_attention_dim": 2048, "use_linear_projection": True,
+    "addition_embed_type": "text_time", "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}  # fmt: skip
 _TINY_CLIP = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -225,6 +277,8 @@ class Case:
         others: configuration of the components that are made tiny.
         changed: entries of the component's configuration that are not those of `base`.
         request: fields of the request.
+        is_healthy: whether weights are drawn so that nothing overflows in fp16.
+        limit_bytes: memory for a run.
     """
 
     base: str
@@ -232,6 +286,8 @@ class Case:
     others: dict[str, dict[str, Any]]
     changed: dict[str, Any] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
+    is_healthy: bool = False
+    limit_bytes: int = LIMIT_BYTES
 
 
 BASES = {
@@ -241,8 +297,10 @@ BASES = {
     "LTX-Video": _LTX,
     "Qwen-Image": _QWEN_IMAGE,
     "Flux": _FLUX,
+    "SDXL": _SDXL,
 }
 _VIDEO = {"frames": 9, "height": 64, "width": 64, "prompt": PROMPT, "guidance": 1.0}
+_LARGE_PICTURE = {"height": 1024, "width": 1024, "prompt": PROMPT, "guidance": 1.0}
 _PICTURE = {"height": 64, "width": 64, "prompt": PROMPT, "guidance": 1.0}
 _TINY_COGVIDEOX = {"text_encoder": _TINY_T5, "vae": _TINY_VAE}
 _T5 = Case(
@@ -286,6 +344,18 @@ CASES = {
     "Flux, 1 of 19 and 3 of 38 blocks": Case(
         "Flux", "transformer", {}, {"num_layers": 1, "num_single_layers": 3}, _PICTURE
     ),
+    "SDXL, healthy": Case(
+        "SDXL",
+        "unet",
+        {"vae": {**_TINY_PICTURE_VAE, "latent_channels": 4}},
+        {},
+        _LARGE_PICTURE,
+        is_healthy=True,
+        limit_bytes=6 << 30,
+    ),
+    "SDXL's autoencoder": Case(
+        "SDXL", "vae", {"unet": _TINY_SDXL_UNET}, {}, _LARGE_PICTURE, limit_bytes=12 << 30
+    ),
 }
 """Which of them were run stands in the results. Models whose weights in fp32 are larger than 24 GiB, and of
 which no row is whole, are cut in depth."""
@@ -302,7 +372,13 @@ def write_folder(name: str, folder: Path) -> int:
         index[part] = [library, kind]
         config = case.others.get(part, config)
         config = {**config, **(case.changed if part == case.component else {})}
-        size = _write_part(folder / part, library, kind, config, is_large=part == case.component)
+        size = _write_part(
+            folder / part,
+            library,
+            kind,
+            config,
+            is_large=part == case.component and not case.is_healthy,
+        )
         written += size if part == case.component else 0
     (folder / "model_index.json").write_text(json.dumps(index))
     return written
@@ -435,7 +511,8 @@ def make_request(name: str) -> Any:
     if fields.pop("picture", False):
         shape = (fields["height"], fields["width"], 3)
         fields["image"] = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
-    return Request(steps=STEPS, arguments={"output_type": "latent"}, **fields)
+    output = "pt" if CASES[name].component == "vae" else "latent"
+    return Request(steps=STEPS, arguments={"output_type": output}, **fields)
 
 
 class Watch:
@@ -534,7 +611,7 @@ def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     pipe.set_progress_bar_config(disable=True)
     with wide(stage):  # its copies in fp32 count
         fit = predict_run(pipe, arguments, steps=STEPS, fused=True)
-    offloader = make_offloader(pipe, fit, LIMIT_BYTES, store=folder)
+    offloader = make_offloader(pipe, fit, CASES[name].limit_bytes, store=folder)
     calls, reference = Calls(), folder / "fp32.pt"
     stored = torch.load(reference, weights_only=False) if stage != "fp32" else None
     calls.given = None if stored is None else stored["first"]
@@ -729,7 +806,9 @@ def write_tables(report: dict[str, Any]) -> None:
         "beside other work: seconds say little. Every layer of the named component has its full width,",
         "weights are drawn and stored in bf16, the other components are tiny. Two steps, no guidance:",
         "CogVideoX, T5, Wan and LTX for nine frames of 64 x 64 pixels, SVD-XT for two frames of 128 x 128,",
-        f"the others for a picture of 64 x 64, all within {LIMIT_BYTES / 2**30:g} GiB. Where a name has",
+        f"the others for a picture of 64 x 64, all within {LIMIT_BYTES / 2**30:g} GiB. SDXL's are for a",
+        "picture of 1024 x 1024 within 6 GiB, and with *healthy* in its name nothing overflows in fp16.",
+        "Where a name has",
         "a number of blocks, the others were left out; the stream grows as much in these as in all.",
         "*call*: relative error of one call of the component with fp32's arguments; *latents*: of two",
         "steps. Peaks are those of a run; *loading* is its own. Linears and",

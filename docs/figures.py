@@ -303,6 +303,16 @@ def full_5b_bf16() -> str:
 
 
 @_figure
+def full_sdxl_plain() -> str:
+    return _full_error("SDXL, healthy", "fp16")
+
+
+@_figure
+def full_sdxl_auto() -> str:
+    return _full_error("SDXL, healthy", "fp16 by certificate, fp32 residual")
+
+
+@_figure
 def certify_5b_seconds() -> str:
     """Seconds by the clock for the plan of a whole CogVideoX-5B, in two processes."""
     row = _read("default_run")["rows"]["CogVideoX-5B, 15 GiB"]
