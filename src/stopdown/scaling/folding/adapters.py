@@ -121,9 +121,9 @@ class AdapterFolds(SameInCopies):
         """Return `load_lora_adapter` such that it writes into unscaled adapters only."""
 
         @functools.wraps(load)
-        def call(*args: Any, hotswap: bool = False, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             name = kwargs.get("adapter_name")
-            if hotswap and name in self.planned:
+            if kwargs.get("hotswap") and name in self.planned:
                 raise ScalingError(
                     f"The adapter {name!r} was to be hotswapped, but the exponents were found with it.",
                     expected="Its matrices have exponents of their own, which a hotswap overwrites.",
@@ -131,7 +131,7 @@ class AdapterFolds(SameInCopies):
                     f'adapter_name="other"), and then remove the first: delete_adapters({name!r}).',
                 )
             self._release()
-            return load(*args, hotswap=hotswap, **kwargs)
+            return load(*args, **kwargs)
 
         return call
 
