@@ -93,7 +93,11 @@ CASES: list[tuple[str, Callable[[HubServer], None], str]] = [
         "The Hub at ENDPOINT answered with",
     ),
     ("no answer to anything", be_silent(""), "The Hub at ENDPOINT doesn't answer."),
-    ("no answer for weights", be_silent(WEIGHTS), "The Hub at ENDPOINT doesn't answer."),
+    (
+        "no answer for weights",
+        be_silent(WEIGHTS),
+        "The model maker/tiny couldn't be downloaded from ENDPOINT: timed out.",
+    ),
 ]
 
 
