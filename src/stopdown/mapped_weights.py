@@ -253,7 +253,14 @@ def cast_tensor_(tensor: torch.Tensor, dtype: torch.dtype, patches: Patches) -> 
     """
     before = tensor.data
     tensor.data = cast_tensor(before, dtype)
-    patches.defer(lambda: setattr(tensor, "data", _choose_values(tensor.data, before, dtype)))
+
+    def undo() -> None:
+        try:
+            tensor.data = _choose_values(tensor.data, before, dtype)
+        except RuntimeError:  # a device that can't compare values of the dtype
+            tensor.data = before
+
+    patches.defer(undo)
 
 
 def _choose_values(now: torch.Tensor, before: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -79,7 +79,7 @@ def test_the_answer_names_each_kind(scored: Any) -> None:
     (note,) = [x for x in found if x.kind == "sums-in-fp16"]
     assert (note.module_path, note.severity, is_fault(note.kind)) == ("unet", "note", False)
     said = note.evidence
-    assert said.startswith("In this run fp16 accumulation isn't safe: linear layers and ")
+    assert said.startswith("In this run fp16 accumulation is not safe: linear layers and ")
     for kind in ("convolutions reach", "attention scores reach", "softmax-weighted sums reach"):
         assert kind in said
     assert said.count("don't fit") == 1

@@ -66,6 +66,6 @@ def test_a_converted_folder_carries_the_plan(folder: Path, plan: Plan, tmp_path:
     (entry,) = (x for x in made.components if x.component == "transformer")
     assert entry.precision == "as stored, plan in config.json"
     assert entry.reasons[0] == (
-        "Its code reads values of its arguments, and its exponents hold for those that it read: files "
-        "can't compare them at each call."
+        "Its code reads values of its arguments, and its exponents hold only for the values it read: "
+        "files can't compare them at each call."
     )
