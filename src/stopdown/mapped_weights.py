@@ -275,11 +275,9 @@ def _choose_values(now: torch.Tensor, before: torch.Tensor, dtype: torch.dtype) 
     ):
         return before
     some = slice(None, None, max(1, now.numel() // _COMPARED))
-    if torch.equal(now.reshape(-1)[some], before.reshape(-1)[some].to(now.device, dtype)):
-        return before
-    cast = before.to(now.device, dtype)
-    change = torch.linalg.vector_norm(now.float() - cast.float())
-    is_written = change > torch.finfo(dtype).eps * torch.linalg.vector_norm(cast.float())
+    cast = before.reshape(-1)[some].to(now.device, dtype).float()
+    change = torch.linalg.vector_norm(now.reshape(-1)[some].float() - cast)
+    is_written = change > torch.finfo(dtype).eps * torch.linalg.vector_norm(cast)
     return now.to(before.device, before.dtype) if is_written else before
 
 

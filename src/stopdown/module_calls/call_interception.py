@@ -376,10 +376,10 @@ def put_cast(
     is_fixed = casts_weights(module)
     weights = () if is_fixed else module.parameters()
     sample = next((weight for weight in weights if weight.dtype == dtype), None)
+    is_told = is_fixed or sample is not None
 
     def cast(call: ComponentCall) -> Any:
         wanted = sample.dtype if sample is not None else dtype
-        is_told = is_fixed or sample is not None
         now = set() if is_told else {x.dtype for x in module.parameters()}
         if len(now) == 1 and now < {torch.float32, torch.bfloat16, torch.float16}:
             wanted = now.pop()  # a guard cast it, the plan is off again, or a thread takes it off
