@@ -1993,7 +1993,7 @@ def examine_or_explain(path: Path, folder: Path | None, name: str | None) -> dic
     return found if name is None else {**found, "explained": explain_value(certificate, name)}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run_checker(arguments: Sequence[str] | None = None) -> int:
     """Check a file, and return the exit code: 0 only if it proves its claim for every component."""
     parser = argparse.ArgumentParser(
         prog="stopdown-verify", description=(__doc__ or "").split("\n")[0], epilog=CODES,
@@ -2030,4 +2030,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_checker())

@@ -26,7 +26,7 @@ def fixture_tokens(tmp_path_factory) -> tuple[Model, Path]:
 
 def ask(path: Path, capsys: Any, *more: str) -> tuple[int, list[str]]:
     """The exit code and the lines of both streams."""
-    code = stopdown_verify.main([str(path), *more])
+    code = stopdown_verify.run_checker([str(path), *more])
     said = capsys.readouterr()
     return code, (said.out + said.err).splitlines()
 
@@ -91,7 +91,7 @@ def test_a_plan_is_said_to_be_no_certificate(tmp_path, capsys):
 def test_a_check_needs_the_weights(tmp_path, capsys):
     """Without them nothing is derived; the message says what to type."""
     with pytest.raises(SystemExit) as left:
-        stopdown_verify.main([str(tmp_path / "c.json")])
+        stopdown_verify.run_checker([str(tmp_path / "c.json")])
     assert left.value.code == 2
     assert "--weights FOLDER is required: the folder of the pipeline" in capsys.readouterr().err
 
@@ -199,6 +199,6 @@ def test_the_page_has_every_exit_code(capsys):
     stated = {name.strip(" `"): int(code) for code, name in rows if code.strip().isdecimal()}
     assert stated == stopdown_verify.STATUS
     with pytest.raises(SystemExit):
-        stopdown_verify.main(["--help"])
+        stopdown_verify.run_checker(["--help"])
     said = capsys.readouterr().out.partition("exit codes:")[2]
     assert [int(x.split()[0]) for x in said.strip().splitlines()] == sorted(stated.values())

@@ -698,7 +698,7 @@ def test_hostile_file_is_refused_in_one_line(name, tmp_path, capsys):
     """No traceback, exit code 1."""
     path = tmp_path / "c.json"
     path.write_bytes(HOSTILE[name])
-    assert stopdown_verify.main([str(path), "--weights", str(tmp_path)]) == 1
+    assert stopdown_verify.run_checker([str(path), "--weights", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("Refused: ")
@@ -713,7 +713,7 @@ def test_exit_codes_tell_apart_what_holds(net, capsys):
     def verify(*more: str) -> int:
         certificate["seal"] = stopdown_verify.seal(certificate)
         path.write_text(json.dumps(certificate))
-        return stopdown_verify.main([str(path), "--weights", str(folder), *more])
+        return stopdown_verify.run_checker([str(path), "--weights", str(folder), *more])
 
     assert verify() == 0
     certificate["left"] = {"vae": "it runs in bf16"}
@@ -734,7 +734,7 @@ def test_exit_codes_tell_apart_what_holds(net, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "refused"
     assert found["why"].startswith("net: sum (add): its bound is")
-    assert stopdown_verify.main([str(folder / "nothing"), "--weights", str(folder)]) == 2
+    assert stopdown_verify.run_checker([str(folder / "nothing"), "--weights", str(folder)]) == 2
     assert capsys.readouterr().err.startswith("Can't be read: ")
 
 

@@ -82,7 +82,7 @@ def test_every_command_takes_the_fields_of_its_record() -> None:
     """No command has a parameter that its dataclass lacks; its own come first, those of all last."""
     found = typer.main.get_command(commands.app).commands  # type: ignore[attr-defined]
     mains = [
-        module.main
+        getattr(module, f"run_{name}")
         for name, module in vars(commands).items()
         if name.endswith("_command") and isinstance(module, ModuleType)
     ]

@@ -695,14 +695,14 @@ def check(d: Draft) -> tuple[int, Node]:
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     command = [str(path), "--weights", str(d.folder)]
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        code = stopdown_verify.main([*command, "--json"])
+        code = stopdown_verify.run_checker([*command, "--json"])
     found: Node = json.loads(said.getvalue())
     if code in (1, 2):
         with (
             contextlib.redirect_stdout(io.StringIO()) as out,
             contextlib.redirect_stderr(io.StringIO()) as said,
         ):
-            again = stopdown_verify.main(command)
+            again = stopdown_verify.run_checker(command)
         line = said.getvalue()
         begins = {1: "Refused: ", 2: "Can't be read: "}[code]
         assert (again, out.getvalue(), line.count("\n")) == (code, "", 1), line

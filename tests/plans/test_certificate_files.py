@@ -102,7 +102,7 @@ def test_certificate_of_a_block_is_proven_and_shown_by_the_command(net, tmp_path
     certificate, folder = net
     path = tmp_path / "certificate.json"
     path.write_text(json.dumps(certificate))
-    code = ("import sys, stopdown_verify; code = stopdown_verify.main(); "
+    code = ("import sys, stopdown_verify; code = stopdown_verify.run_checker(); "
             "assert not {'torch', 'stopdown'} & {*sys.modules}; sys.exit(code)")  # fmt: skip
     command = [sys.executable, "-c", code, str(path), "--weights", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT / "src")

@@ -135,7 +135,7 @@ class BatchOptions(RunOptions, ModelOptions):
     strict: StrictOption = False
 
 
-def main(options: BatchOptions) -> int:
+def run_batch_command(options: BatchOptions) -> int:
     """Run the command; return 1 if an item failed, or with `--strict` if one has a finding."""
     from stopdown.app.progress import open_display, print_result
 

@@ -37,7 +37,7 @@ class BenchOptions(CommandOptions):
     minutes: Annotated[float, typer.Option(help="Stop after about this many minutes.")] = 5.0
 
 
-def main(options: BenchOptions) -> int:
+def run_bench_command(options: BenchOptions) -> int:
     """Measure models in each precision and print the report; return 1 if a measurement failed."""
     from stopdown.app.progress import open_display, print_result
 

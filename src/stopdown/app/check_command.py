@@ -109,7 +109,7 @@ class CheckOptions(SourceOptions):
     ] = None
 
 
-def main(options: CheckOptions) -> int:
+def run_check_command(options: CheckOptions) -> int:
     """Run the command and print its report; return 1 if a finding is a fault and not just a note."""
     from stopdown.app.progress import open_display, print_result
 

@@ -1,7 +1,7 @@
 """All commands of `stopdown`, in the order of its help, registered with Typer.
 
 Each command is one module `*_command`. It defines a dataclass of options, which `registration` translates
-for Typer, and `main`, which does the work and returns the exit code.
+for Typer, and `run_NAME_command`, which does the work and returns the exit code.
 """
 
 from __future__ import annotations
@@ -60,20 +60,24 @@ def _root(
     """Run image and video diffusion models in fp16, without black frames or NaN."""
 
 
-add_command(app, "generate", generate_command.main)
-add_command(app, "batch", batch_command.main)
-add_command(app, "fit", fit_command.main)
-add_command(app, "plan", plan_command.main)
-add_command(app, "convert", convert_command.main)
+add_command(app, "generate", generate_command.run_generate_command)
+add_command(app, "batch", batch_command.run_batch_command)
+add_command(app, "fit", fit_command.run_fit_command)
+add_command(app, "plan", plan_command.run_plan_command)
+add_command(app, "convert", convert_command.run_convert_command)
 add_command(
-    app, "run", run_command.main, ignore_unknown_options=True, allow_interspersed_args=False
+    app,
+    "run",
+    run_command.run_run_command,
+    ignore_unknown_options=True,
+    allow_interspersed_args=False,
 )
-add_command(app, "check", check_command.main)
-add_command(app, "explain", explain_command.main)
-add_command(app, "doctor", doctor_command.main)
-add_command(app, "compare", compare_command.main)
-add_command(app, "report", report_command.main)
-add_command(app, "bench", bench_command.main)
+add_command(app, "check", check_command.run_check_command)
+add_command(app, "explain", explain_command.run_explain_command)
+add_command(app, "doctor", doctor_command.run_doctor_command)
+add_command(app, "compare", compare_command.run_compare_command)
+add_command(app, "report", report_command.run_report_command)
+add_command(app, "bench", bench_command.run_bench_command)
 
 
 def run(words: list[str]) -> int:

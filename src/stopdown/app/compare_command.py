@@ -102,7 +102,7 @@ class CompareOptions(RunOptions, ModelOptions):
     ] = None
 
 
-def main(options: CompareOptions) -> int:
+def run_compare_command(options: CompareOptions) -> int:
     """Run the command and print its results; return 1 if a run failed or a prompt was invalid."""
     from stopdown.app.cards import print_record, strip_pictures
     from stopdown.app.progress import open_display, print_result

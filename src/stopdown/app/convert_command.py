@@ -88,7 +88,7 @@ class ConvertOptions(ConvertRunOptions):
     config: ConfigOption = None
 
 
-def main(options: ConvertOptions) -> int:
+def run_convert_command(options: ConvertOptions) -> int:
     from stopdown.app.progress import open_display, print_result
 
     began = time.perf_counter()

@@ -47,7 +47,7 @@ class DoctorOptions(CommandOptions):
     ] = False
 
 
-def main(options: DoctorOptions) -> int:
+def run_doctor_command(options: DoctorOptions) -> int:
     """Run the command and print its report, or a device profile with `--toml`.
 
     Returns 1 if PyTorch cannot compute on a device.

@@ -46,7 +46,7 @@ class ExplainOptions(CommandOptions):
     ] = ()
 
 
-def main(options: ExplainOptions) -> int:
+def run_explain_command(options: ExplainOptions) -> int:
     """Run the command and print the diagnosis; return 1 if the text matches no known fault."""
     from stopdown.app.progress import print_result
 

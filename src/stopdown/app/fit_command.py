@@ -72,7 +72,7 @@ class FitOptions(FitRunOptions, ModelOptions):
     ] = "auto"
 
 
-def main(options: FitOptions) -> int:
+def run_fit_command(options: FitOptions) -> int:
     """Run the command and print the answer; return 1 if no strategy fits."""
     from stopdown.app.progress import open_display, print_result
 

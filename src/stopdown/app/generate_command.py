@@ -152,7 +152,7 @@ class GenerateOptions(RunOptions, ModelOptions):
     ] = None
 
 
-def main(options: GenerateOptions) -> int:
+def run_generate_command(options: GenerateOptions) -> int:
     """Run the command, and print a card for each run; return 1 if `--strict` finds a fault."""
     from stopdown.app.cards import print_card
     from stopdown.app.progress import open_display, print_result

@@ -73,7 +73,7 @@ class PlanOptions(PlanRunOptions, ModelOptions):
     """Hidden, and refused with a pointer to `stopdown fit`, which forecasts memory."""
 
 
-def main(options: PlanOptions) -> int:
+def run_plan_command(options: PlanOptions) -> int:
     from stopdown.app.progress import open_display, print_result
 
     with open_display(options) as display:

@@ -29,14 +29,14 @@ from stopdown.errors import OptionError, StopdownError
 from stopdown.number_formats import find_format
 
 
-def add_command(app: typer.Typer, name: str, main: Callable[[Any], int], **settings: bool) -> None:
+def add_command(app: typer.Typer, name: str, run: Callable[[Any], int], **settings: bool) -> None:
     """Add a command to the command line.
 
     Args:
-        main: does the work; takes the dataclass of the command's options, and returns the exit code.
+        run: does the work; takes the dataclass of the command's options, and returns the exit code.
         settings: Click's context settings, such as `ignore_unknown_options`.
     """
-    record = next(iter(get_type_hints(main).values()))
+    record = next(iter(get_type_hints(run).values()))
     hints = get_type_hints(record, include_extras=True)
     entries = list_options(record)
 
@@ -46,7 +46,7 @@ def add_command(app: typer.Typer, name: str, main: Callable[[Any], int], **setti
                 given[entry.name] = tuple(given[entry.name] or getattr(record, entry.name))
         options = record(**given)
         try:
-            code = main(options)
+            code = run(options)
         except StopdownError as error:
             reword(error, options)
             raise

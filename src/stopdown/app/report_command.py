@@ -56,7 +56,7 @@ class ReportOptions(CommandOptions):
     force: ForceOption = False
 
 
-def main(options: ReportOptions) -> int:
+def run_report_command(options: ReportOptions) -> int:
     from stopdown.app.cards import print_record, strip_pictures
     from stopdown.app.progress import print_result
 

@@ -111,7 +111,7 @@ class ScriptOptions(CommandOptions):
         return (*before, *self.arguments)
 
 
-def main(options: ScriptOptions) -> int:
+def run_run_command(options: ScriptOptions) -> int:
     """Run the script and report to standard error; return the exit code of the script."""
     from stopdown.app.progress import open_console
 
