@@ -18,7 +18,7 @@ from models.signature_cases import draw_ip_adapter, draw_picture
 from models.zimage import make_zimage
 from stopdown import testing
 from stopdown.component_calls.components import read_precisions
-from stopdown.errors import NonFiniteError, PlanError, SourceError, StopdownWarning
+from stopdown.errors import NonFiniteError, PlanError, ScalingError, SourceError, StopdownWarning
 from stopdown.numerics import relative_l2
 from stopdown.runtime import repairs
 
@@ -397,3 +397,17 @@ def test_what_copies_or_narrows_scaled_weights_is_refused(sd: Path, change: Any,
             change(pipe.unet)
         assert (call_pipeline(pipe, "sd") == before).all()
     change(pipe.unet)  # what fp8 gives then is up to the model
+
+
+def test_other_weights_are_loaded_once_the_guard_is_off(sd: Path) -> None:
+    """Under it they're refused; they were divided by powers of two as it came off, without a word."""
+    pipe = load_plain(sd, torch.float16)
+    other = {name: x * 0.5 for name, x in pipe.unet.state_dict().items()}
+    with stopdown.guard(pipe, announce=quiet) as guarded:
+        before = call_pipeline(pipe, "sd")
+        assert guarded.repairs[0].action == "rescaled"
+        with pytest.raises(ScalingError, match="weights of unet were to be loaded"):
+            pipe.unet.load_state_dict(other)
+        assert (call_pipeline(pipe, "sd") == before).all()
+    pipe.unet.load_state_dict(other)
+    assert all(torch.equal(x, other[name]) for name, x in pipe.unet.state_dict().items())

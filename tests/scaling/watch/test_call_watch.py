@@ -28,7 +28,7 @@ from models.watched_encoders import (
     repaired,
     run,
 )
-from stopdown.errors import NonFiniteError, ScalingError
+from stopdown.errors import NonFiniteError, ScalingError, StopdownWarning
 from stopdown.interception.component_locks import ComponentLock
 from stopdown.memory.weight_stores import WAITING
 from stopdown.numerics import iterate_tensors, relative_l2
@@ -752,25 +752,38 @@ def test_a_control_pipeline_of_guarded_components() -> None:
 # Weights rewritten under a plan
 
 
-def rewrite(module: nn.Module, way: str) -> None:
-    state = {name: x.detach() + 0.01 for name, x in module.named_parameters()}
-    if way == "merged":
-        with torch.no_grad():
-            module.down[2].weight += 0.01
-    else:
-        module.load_state_dict(state, assign=way == "assigned")
-
-
-@pytest.mark.parametrize("way", ["loaded", "assigned", "merged"])
-def test_rewritten_weights_are_refused(way: str) -> None:
-    """Weights that are written under a plan stop the next call, with what to do."""
+def test_rewritten_weights_are_refused() -> None:
+    """A write under a plan stops the next call, with what to do; taken off, the plan says it again."""
     module, first = make_encoder()
-    with apply_plan({"part": module}, plan_module(module, first)):
+    applied = apply_plan({"part": module}, plan_module(module, first))
+    run(module, first)
+    module.down[2].weight += 0.01
+    with pytest.raises(ScalingError, match="of part were rewritten since") as raised:
         run(module, first)
-        rewrite(module, way)
-        with pytest.raises(ScalingError, match="of part were rewritten since") as raised:
-            run(module, first)
     assert "load the pipeline again, write the weights" in str(raised.value)
+    with pytest.warns(StopdownWarning, match=r"down\.2\.weight of part had exponents as they were"):
+        applied.undo()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("kind", ["whole", "part", "copy"])
+def test_other_weights_are_not_loaded_under_exponents(kind: str, assign: bool) -> None:
+    """They lost powers of two that they never had when the plan came off, without a word."""
+    module, first = make_encoder()
+    with (
+        assert_untouched({"part": module}),
+        apply_plan({"part": module}, plan_module(module, first)),
+    ):
+        before = run(module, first)
+        target = copy.deepcopy(module) if kind == "copy" else module
+        target = target.down if kind == "part" else target
+        other = {name: x.detach() + 0.01 for name, x in target.state_dict(keep_vars=True).items()}
+        with pytest.raises(
+            ScalingError, match=r"of part were to be loaded, which have exponents: "
+        ) as raised:
+            target.load_state_dict(other, assign=assign)
+        assert "load the weights, and make a plan of the result" in str(raised.value)
+        assert torch.equal(run(module, first), before)
 
 
 def copy_parameters(module: nn.Module) -> None:

@@ -60,10 +60,8 @@ from stopdown.module_calls.entrances import BeyondError, ReplacedError
 from stopdown.module_calls.kept_state import HeldContainers
 from stopdown.module_calls.outermost_calls import is_plain, listen
 from stopdown.module_calls.step_caches import clear_caches
-from stopdown.numerics import (
-    has_values,
-    iterate_tensors,
-)
+from stopdown.number_formats import list_some
+from stopdown.numerics import has_values, iterate_tensors
 from stopdown.scaling.folding.folds import (
     call_unmeasured,
     narrow_if_exact,
@@ -282,6 +280,7 @@ class CallWatch(SameInCopies):
         patches.defer(self._remove)
         put(self._own)
         self.weights.note()
+        self.weights.refuse_loading(self._own)
         clear_caches(self.module)  # they may have another scale or dtype
         if any(find_code(x) for x in self.module.modules()):
             torch.compiler.reset()  # compiled without these hooks
@@ -351,6 +350,12 @@ class CallWatch(SameInCopies):
         """
         self.is_removed = True
         hide_parts(self._parts)
+        if changed := self.weights.list_changed():
+            self._say_once(
+                f"{list_some(changed)} of {self._name} had exponents as they were rewritten. The exponents "
+                "come off now, so these weights are divided by powers of two that they never had. Load the "
+                "pipeline again."
+            )
         self._own.undo()
 
     def _refuse_replicas(self) -> None:

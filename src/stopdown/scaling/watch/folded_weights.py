@@ -1,5 +1,7 @@
 """Find out, before a call, whether somebody changed or cast weights that exponents are folded into.
 
+Loading other weights (`load_state_dict`) is refused before any is written.
+
 **Catches** weights that were written into, replaced, cast to 8 bits, or cast from the fp32 that the
 exponents need; gradients of folded weights.
 
@@ -9,6 +11,7 @@ matrix.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +19,9 @@ from typing import Any
 import torch
 
 from stopdown.errors import ScalingError
-from stopdown.fold_names import split_fold_name
+from stopdown.fold_names import find_folded_parts, split_fold_name
 from stopdown.interception.module_paths import list_tensor_places
-from stopdown.interception.patches import Patches
+from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.module_calls.adapter_layers import unwrap_name
 from stopdown.module_calls.outermost_calls import is_in_training, is_plain
 from stopdown.number_formats import list_some, name_dtype
@@ -27,7 +30,7 @@ from stopdown.scaling.folding.adapters import refuse_gradient
 from stopdown.scaling_records import Scaling
 
 
-class FoldedWeights:
+class FoldedWeights(SameInCopies):
     """Record of a module's scaled weights and fp32 tensors, by which later changes are found."""
 
     def __init__(
@@ -67,6 +70,39 @@ class FoldedWeights:
                 self._refused.add(known.name)
                 refuse_gradient(known.tensor, f"{known.name} of {self._name}", patches)
 
+    def refuse_loading(self, patches: Patches) -> None:
+        """Refuse to load other weights in place of the scaled ones, until `patches` is undone.
+
+        Undoing would divide them by exponents that they don't have.
+        """
+        paths = {part: path for path, part in self._module.named_modules()}
+        for part in find_folded_parts(self._module, self._scaling.exponents):
+            check = functools.partial(self._check_loading, paths[part])
+            patches.defer(part.register_load_state_dict_pre_hook(check).remove)
+
+    def _check_loading(
+        self, path: str, part: torch.nn.Module, state: dict[str, Any], prefix: str, *_: object
+    ) -> None:
+        """Raise an error if a state dict has other values for scaled weights of a part, or of its copy.
+
+        Cost: a host read for each scaled weight in the state dict.
+        """
+        known = {x.name: x for x in self._weights}
+        others = []
+        for name, *_rest in list_tensor_places(part):
+            found = known.get(unwrap_name(f"{path}.{name}".removeprefix(".")))
+            given = state.get(prefix + name)
+            if found is not None and isinstance(given, torch.Tensor) and not found.is_like(given):
+                others.append(found.name)
+        if others:
+            raise ScalingError(
+                f"{len(others)} weights of {self._name} were to be loaded, which have exponents: "
+                f"{list_some(others)}.",
+                expected="Exponents are found for the weights that are there. Nothing was loaded.",
+                remedy="Take the plan, guard or rescaling off first (`.undo()`, or leave the guard), load "
+                "the weights, and make a plan of the result.",
+            )
+
     def check(self) -> None:
         """Raise an error if scaled weights were rewritten, or tensors that must be fp32 were cast.
 
@@ -93,8 +129,7 @@ class FoldedWeights:
                 remedy="Cast the model to 8 bits before the plan, guard or rescaling; take that off first "
                 "(`.undo()`, or leave the guard), and load the pipeline again.",
             )
-        changed = [x.name for x in self._weights if x.has_moved() and not x.accept()]
-        if changed:
+        if changed := self.list_changed():
             raise ScalingError(
                 f"{len(changed)} weights of {self._name} were rewritten since its exponents were folded "
                 f"in: {list_some(changed)}.",
@@ -102,6 +137,10 @@ class FoldedWeights:
                 remedy="Take the plan, guard or rescaling off first (`.undo()`, or leave the guard), load "
                 "the pipeline again, write the weights, and make a plan of the result.",
             )
+
+    def list_changed(self) -> list[str]:
+        """List the scaled weights that were rewritten. Cost: as of `check`."""
+        return [x.name for x in self._weights if x.has_moved() and not x.accept()]
 
 
 @dataclass
@@ -144,12 +183,20 @@ class _Weight:
         if tensor is None:
             return False
         if has_values(tensor):
-            sample = _sample(tensor)
-            if self.sample is not None and not _are_alike(self.sample, sample):
+            if not self.is_like(tensor):
                 return False
-            self.sample, self.version = sample, count_writes(tensor)
+            self.sample, self.version = _sample(tensor), count_writes(tensor)
         self.tensor = tensor
         return True
+
+    def is_like(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor has the recorded values, or can't be compared with them.
+
+        Cost: a host read.
+        """
+        if self.sample is None or not has_values(tensor):
+            return True
+        return _are_alike(self.sample, _sample(tensor))
 
 
 def _list_weights(module: torch.nn.Module, scaling: Scaling) -> Iterator[_Weight]:
