@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -129,6 +130,39 @@ def test_what_was_compiled_too_late_is_said() -> None:
     assert handle.record.unwatched[-1] == (
         "text_encoder: it was compiled or replaced under the guard; calls before the next run's "
         "first step weren't watched."
+    )
+
+
+@pytest.mark.parametrize("is_program", [False, True])
+def test_a_method_that_is_replaced_is_watched(is_program: bool) -> None:
+    """As some step caches and tilings do it; the replaced methods went past the guard without a word."""
+    pipe = make_pipeline("sd")
+    program = {"unet": (pipe.unet, "forward"), "vae": pipe.vae} if is_program else pipe
+    with guard(program) as handle:
+        call_pipeline(pipe, "sd")
+        before = {x.component: x.calls for x in handle.record.calls}
+        own = {}
+        for module, method in ((pipe.unet, "forward"), (pipe.vae, "decode")):
+            own[method] = types.MethodType(vars(type(module))[method], module)
+            setattr(module, method, own[method])
+        call_pipeline(pipe, "sd")
+        after = {x.component: x.calls for x in handle.record.calls}
+    assert after == {name: 2 * calls for name, calls in before.items()}
+    assert {"unet", "vae.decode"} <= after.keys()
+    assert (pipe.unet.forward, pipe.vae.decode) == (own["forward"], own["decode"])
+
+
+def test_a_method_that_is_called_before_it_is_watched_again_is_said() -> None:
+    """A pipeline's decoder that its caller calls between two runs."""
+    pipe = make_pipeline("sd")
+    with guard(pipe) as handle:
+        pipe.vae.decode = types.MethodType(vars(type(pipe.vae))["decode"], pipe.vae)
+        pipe.vae.decode(torch.zeros(1, 4, 8, 8, dtype=torch.float16))
+        assert handle.record.unwatched == ()
+        call_pipeline(pipe, "sd")
+    assert handle.record.unwatched == (
+        "vae.decode: its method was replaced under the guard; calls before the next one of text_encoder "
+        "weren't watched.",
     )
 
 

@@ -180,7 +180,8 @@ def put_layer(
 
 
 def has_layer(owner: object, method: str, rank: Rank) -> bool:
-    stack = _find_stack(vars(owner).get(method))
+    found = vars(owner).get(method)
+    stack = _find_stack(found.code if isinstance(found, PartCall) else found)
     return stack is not None and any(x is rank for x, *_ in stack.layers)
 
 

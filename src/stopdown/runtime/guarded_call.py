@@ -19,6 +19,7 @@ from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import Restore
 from stopdown.module_calls.call import find_float_dtype
 from stopdown.module_calls.call_inputs import fits, name_inputs, read_sizes, show_sizes
+from stopdown.module_calls.call_interception import has_layer
 from stopdown.module_calls.callee import Callee
 from stopdown.module_calls.kept_state import HeldContainers, KeptState
 from stopdown.number_formats import name_dtype
@@ -27,7 +28,7 @@ from stopdown.records import BlockMaximum, CallSummary, ComponentPlan, Scaling
 from stopdown.runtime.activation_maxima import find_compiled, is_compiled
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.repairs import Component
-from stopdown.scaling import ComponentCall
+from stopdown.scaling import ComponentCall, Rank
 
 _SAMPLES = 64
 """Number of values that are copied of a tensor whose in-place writes PyTorch doesn't count."""
@@ -166,9 +167,17 @@ class Call:
         """The precision that the component computes in: autocast's, else that of most of its weights."""
         return next(iter(self.summary.precisions), "fp32")
 
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether the method was replaced since its layers were put on, so that calls go past them."""
+        return bool(self.patches) and not has_layer(self.callee.owner, self.slot, Rank.GUARD)
+
     def move_to(self, callee: Callee, state: Component, slot: str) -> None:
         """Continue with another module that has replaced the component, keeping the statistics."""
+        was_on = bool(self.patches)
         self.patches.undo()
+        if was_on and state is self.state and (callee, slot) == (self.callee, self.slot):
+            return  # its method was replaced
         if state is not self.state:
             self.writes = None
         self.callee, self.state, self.slot = callee, state, slot

@@ -12,7 +12,8 @@ records the component's actual arguments (`Rank.COMPONENT`), the outer one check
 pipeline's components are known from the start. In any other program, outermost module calls are found as
 they happen (`outermost_calls`), and the layers exist only during the call.
 
-**Catches** components that are compiled or replaced in the meantime; calls of several threads.
+**Catches** components that are compiled or replaced in the meantime, and so are their methods; calls of
+several threads.
 **Does not catch** calls that another thread began before the session was put on. Calls inside of another
 module's call that isn't part of the program are reported, not guarded.
 """
@@ -223,6 +224,27 @@ class Session(SameInCopies):
                 )
             self._guard_call(callee)
 
+    def _follow_methods(self, now: str | None = None) -> None:
+        """Intercept known calls again whose method was replaced on the module, as by a step cache.
+
+        Args:
+            now: name of the call that is made now, which is watched from its beginning. None for a call
+                of a module that a program's method may have made: that is watched by itself, or reported.
+        """
+        for name, guarded in list(self.calls.items()):
+            if not guarded.is_bypassed:
+                continue
+            with self.turn:
+                if not self.is_over and guarded.is_bypassed:
+                    self._guard_call(guarded.callee)
+            if now not in (None, name):
+                self.log.leave(
+                    f"{name}, replaced",
+                    f"{name}: its method was replaced under the guard; calls before the next one of "
+                    f"{now} weren't watched.",
+                    is_fault=False,
+                )
+
     def list_moved(self) -> list[Callee]:
         """List component calls that bypass the guard, because the component was compiled or replaced."""
         places = {name: (call.callee.owner, call.slot) for name, call in self.calls.items()}
@@ -344,6 +366,7 @@ class Session(SameInCopies):
         Args:
             names: `id` of each of the program's modules → name.
         """
+        self._follow_methods()
         name = _find_name(names, module) if method == "forward" else None
         if name is None or self._leaves(module, name):
             yield
@@ -447,6 +470,7 @@ class Session(SameInCopies):
 
         If exponents are applied, the layer that checks them holds the lock instead.
         """
+        self._follow_methods(guarded.name)
         watch = CallWatch.find(guarded.module)
         if is_changing() or (watch is not None and watch.has_call_here):
             return call.proceed()
