@@ -361,6 +361,25 @@ def test_a_fused_lora_stays_when_a_plan_comes_off(tmp_path: Path) -> None:
     assert relative_l2(found, wanted) < 0.02 * relative_l2(bare, wanted)
 
 
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_lora_beyond_fp16_is_refused(find_scaling: Any, swaps: bool, tmp_path: Path) -> None:
+    """Diffusers casts it to fp16 as it loads it: every picture was black without a word."""
+    scaling, arguments = find_scaling("flux")
+    pipe = make_family("flux")
+    tensors = name_lora(draw_lora(pipe, "flux"), "diffusers", "flux")
+    large = {name: x * 1e7 if "lora_B" in name else x / 1e7 for name, x in tensors.items()}
+    fold_scaling(pipe.transformer, scaling)
+    cast_(pipe.transformer, torch.float16, scaling)
+    if swaps:
+        load_lora(pipe, tensors, tmp_path, "one")
+        assert call(pipe, arguments, torch.float16).isfinite().all()
+    load_lora(pipe, large, tmp_path, "one", hotswap=swaps)
+    with pytest.raises(ScalingError, match=r"The adapter 'one' .*: its lora_B holds Inf or NaN"):
+        call(pipe, arguments, torch.float16)
+    pipe.delete_adapters("one")
+    assert call(pipe, arguments, torch.float16).isfinite().all()
+
+
 def test_a_lora_with_exponents_of_its_own_is_not_swapped(tmp_path: Path) -> None:
     """A guard finds exponents for a LoRA that is there; `hotswap` wrote over them without a word."""
     original, pipe = make_family("flux"), make_family("flux").to(torch.float16)

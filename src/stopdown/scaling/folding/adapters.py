@@ -15,7 +15,8 @@ may have further exponents:
 The strength, alpha and rank are further factors and don't change.
 
 **Catches** LoRA and DoRA of linears, convolutions and embeddings, with biases, several at once; any
-other kind (LoHa, LoKr, GLoRA, OFT…) is refused, by name, when the layer is called.
+other kind (LoHa, LoKr, GLoRA, OFT…) is refused, by name, when the layer is called, and so is one that
+overflowed as it was cast to fp16.
 
 **Does not catch** adapters that aren't wrapped layers (IP-Adapter), values written into a parameter's
 `.data` other than by `load_lora_adapter(hotswap=True)`, and the eps that ComfyUI adds to a DoRA's norm.
@@ -46,6 +47,7 @@ from stopdown.module_calls.adapter_layers import (
     list_adapter_names,
     unwrap_name,
 )
+from stopdown.module_calls.call import are_finite
 from stopdown.scaling.bounds.singular_values import estimate_sigma
 from stopdown.scaling_records import Scaling
 
@@ -239,6 +241,11 @@ class _FollowedLayer(SameInCopies):
         base, folds, patches = layer.get_base_layer(), self._folds, Patches()
         path = unwrap_name(folds.paths[base])
         try:
+            if lost := [role for role, part in parts.items() if not are_finite(part)]:
+                raise ScalingError(
+                    f"its {lost[0]} holds Inf or NaN (an adapter is cast to the model's dtype as it's "
+                    "loaded, and fp16 ends at 65504)"
+                )
             made = self._find_exponents(base, parts, is_merged=is_merged)
         except ScalingError as error:
             raise ScalingError(
