@@ -43,6 +43,7 @@ CORE = (
     *INNER,
     "fake_tensors",
     "module_calls",
+    "adapter_exponents.py",
     "fold_names.py",
     "mapped_weights.py",
     "operations.py",

@@ -24,7 +24,11 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("argument_types", "component_call_names", "operations", "records"),
     ("devices",),
     ("interception",),
-    ("fold_names", "numerics"),  # they name places of tensors, and leave autocast
+    (
+        "adapter_exponents",
+        "fold_names",
+        "numerics",
+    ),  # they name places of tensors, and leave autocast
     ("fake_tensors", "frames", "mapped_weights"),
     ("diagnosis", "weight_checks"),
     ("module_calls",),  # a call of a module as a value, and what is put around it

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from stopdown.diagnosis.texts import is_refusal
 from stopdown.errors import ScalingError
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.call import stays_finite
@@ -68,7 +69,7 @@ def draw(largest: float = 3e5) -> tuple[torch.Tensor, torch.Tensor]:
 
 def put_on(module: nn.Module, patches: Patches) -> None:
     callee = Callee("transformer", module, "forward", "denoise")
-    put_cast(callee, FP16, patches, as_plain=False)
+    put_cast(callee, FP16, patches, is_refusal=is_refusal)
 
 
 @pytest.mark.parametrize("first", KINDS)

@@ -15,7 +15,7 @@ from torch import nn
 from models.rescaling_models import cast_tree
 from models.signature_cases import measure_error
 from models.snapshots import assert_untouched
-from stopdown.errors import PlanError, ScalingError, StopdownWarning
+from stopdown.errors import InputError, ScalingError, StopdownWarning
 from stopdown.module_calls import call_interception
 from stopdown.module_calls.call_interception import find_code
 from stopdown.plans.applier import apply_plan
@@ -179,7 +179,7 @@ def test_weights_of_parts_are_taken_with_a_word(model: nn.Module, plan: Plan, wa
         with pytest.warns(StopdownWarning, match="its weights are scaled"):
             takes[way](module.patch_embed)
         takes[way](module.patch_embed)  # any other warning is an error
-        with pytest.raises(PlanError, match="CogVideoXPatchEmbed can't be pickled under a plan"):
+        with pytest.raises(InputError, match="can't be pickled while its calls are watched"):
             pickle.dumps(module.patch_embed)
     takes[way](module.patch_embed)
 

@@ -299,12 +299,12 @@ def test_what_a_plan_scaled_is_not_saved_in_silence() -> None:
 
     from models.programs import make_faulty
     from stopdown import apply_plan, make_plan
-    from stopdown.errors import PlanError, StopdownWarning
+    from stopdown.errors import InputError, StopdownWarning
 
     module, call = make_faulty("module").unet.float(), (torch.randn(1, 4, 8), torch.ones(1))
     with torch.no_grad():
         handle = apply_plan(module, make_plan(module, run=lambda: module(*call)))
-    with pytest.raises(PlanError, match="UNet can't be pickled under a plan or a repair"):
+    with pytest.raises(InputError, match="can't be pickled while its calls are watched"):
         torch.save(module, io.BytesIO())
     with pytest.warns(
         StopdownWarning, match="is under a plan or a repair, and its weights are scaled"

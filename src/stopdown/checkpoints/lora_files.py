@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from stopdown.adapter_exponents import find_part_exponents
 from stopdown.checkpoints.cards import MARK, list_entries
 from stopdown.checkpoints.file_exponents import describe_rest
 from stopdown.devices.environment import read_version
@@ -41,7 +42,6 @@ from stopdown.plans.applier import check_source
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import Conversion, ConvertedComponent, Plan
 from stopdown.scaling import has_more_than_folds
-from stopdown.scaling.folding.adapters import find_part_exponents
 from stopdown.sources.headers import (
     EXPONENTS_ENTRY,
     RESCALED_ENTRY,

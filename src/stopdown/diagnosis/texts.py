@@ -48,7 +48,8 @@ REFUSALS = (RuntimeError, TypeError, ValueError)
 
 def is_refusal(error: Exception) -> bool:
     """Return whether an error's message is about operands of different dtypes in one operation."""
-    return explain_text(f"{type(error).__name__}: {error}").fault == "dtype-mismatch"
+    said = f"{type(error).__name__}: {error}"
+    return isinstance(error, REFUSALS) and explain_text(said).fault == "dtype-mismatch"
 
 
 def decode_log(head: bytes, tail: bytes) -> list[str]:

@@ -341,7 +341,11 @@ def drop_upcast(module: torch.nn.Module, patches: Patches) -> bool:
 
 
 def put_cast(
-    callee: Callee, dtype: torch.dtype, patches: Patches, *, as_plain: bool = True
+    callee: Callee,
+    dtype: torch.dtype,
+    patches: Patches,
+    *,
+    is_refusal: Callable[[Exception], bool] | None = None,
 ) -> None:
     """Cast a component's floating arguments to the dtype of its weights at each call, and its outputs back.
 
@@ -355,13 +359,14 @@ def put_cast(
         callee: the module, its method and its stage.
         dtype: of most of its weights, or in which it computes.
         patches: undoing it ends the casts.
-        as_plain: let arguments overflow to Inf as in any cast; False passes those on in fp32 (`entrances`).
+        is_refusal: recognises torch's error for two dtypes in one operation. With it, arguments that would
+            overflow are passed on in fp32; None lets them overflow to Inf, as in any cast.
 
     Raises:
-        ScalingError: from a call, without `as_plain` and a guard, if an argument would overflow and the
-            component doesn't accept it in fp32.
+        ScalingError: from a call, with `is_refusal` and without a guard, if an argument would overflow and
+            the component doesn't accept it in fp32.
 
-    Cost: a cast for each argument and output of another dtype. Without `as_plain`, a host read for each
+    Cost: a cast for each argument and output of another dtype. With `is_refusal`, a host read for each
     argument tensor that is cast to fp16 and wasn't checked before.
 
     Examples:
@@ -384,10 +389,10 @@ def put_cast(
         now = set() if is_told else {x.dtype for x in module.parameters()}
         if len(now) == 1 and now < {torch.float32, torch.bfloat16, torch.float16}:
             wanted = now.pop()  # a guard cast it, the plan is off again, or a thread takes it off
-        if as_plain:
+        if is_refusal is None:
             return call.proceed_in(wanted)
         is_guarded = has_layer(callee.owner, find_slot(callee), Rank.GUARD)
-        return entrance.proceed(call, wanted, refuses=not is_guarded)
+        return entrance.proceed(call, wanted, None if is_guarded else is_refusal)
 
     intercept(callee, cast, patches, Rank.PLAN)
 

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from stopdown.diagnosis.texts import REFUSALS, is_refusal
 from stopdown.errors import ScalingError, take_first_line
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.patches import Patches
@@ -59,12 +58,17 @@ class Entrance:
     wide: Collection[int] = ()
     _layers: dict[nn.Module, _WideLayer] = field(default_factory=dict)
 
-    def proceed(self, call: ComponentCall, dtype: torch.dtype, *, refuses: bool) -> Any:
+    def proceed(
+        self,
+        call: ComponentCall,
+        dtype: torch.dtype,
+        is_refusal: Callable[[Exception], bool] | None,
+    ) -> Any:
         """Continue a call with its arguments cast to `dtype`; those that would overflow stay in fp32.
 
         Args:
-            refuses: raise `BeyondError` if the call fails on fp32 or its output isn't finite; False returns
-                the output, for a guard to repair.
+            is_refusal: recognises torch's error for two dtypes in one operation. `BeyondError` is raised in
+                its place, and if the output isn't finite. None returns the output, for a guard to repair.
         """
         beyond = call.list_beyond(dtype)
         if not beyond:
@@ -74,12 +78,12 @@ class Entrance:
         refused: Exception | None = None
         try:
             output = _widen(call, beyond).proceed_in(dtype, beyond, self.wide)
-            if not refuses or are_finite(output):
+            if is_refusal is None or are_finite(output):
                 self._keep_used()
                 return output
             why = "what it gives then isn't finite"
-        except REFUSALS as error:
-            if not (refuses and is_refusal(error)):
+        except Exception as error:
+            if is_refusal is None or not is_refusal(error):
                 raise
             refused, why = error, take_first_line(error).rstrip(".")
         for restore in (*restores, held.restore):

@@ -38,7 +38,7 @@ from stopdown.component_calls.components import (
     read_precisions,
 )
 from stopdown.component_calls.stated_dtypes import state_dtypes
-from stopdown.diagnosis.texts import REFUSALS, is_refusal
+from stopdown.diagnosis.texts import is_refusal
 from stopdown.errors import PlanError, ScalingError, warn_user
 from stopdown.fold_names import RESCALED, find_folded_parts, name_parameters
 from stopdown.interception.component_locks import find_lock
@@ -69,7 +69,6 @@ from stopdown.scaling import (
     load_scaled,
     put_cast,
 )
-from stopdown.scaling.watch.call_watch import CopyHook
 from stopdown.sources.source import Source
 from stopdown.sources.sources import fingerprint
 from stopdown.weight_checks import find_quantised
@@ -347,18 +346,6 @@ def apply_precision(
         put(patches)
 
 
-class _Pickling(CopyHook):
-    """A replacement of a module's `__reduce_ex__` that allows copies and refuses pickling."""
-
-    def pickle(self, protocol: Any) -> Any:
-        raise PlanError(
-            f"{type(self.module).__name__} can't be pickled under a plan or a repair, as "
-            "torch.save(module) does.",
-            expected="Its hooks and the exponents of its weights belong together.",
-            remedy=_SAVING,
-        )
-
-
 @dataclass(frozen=True)
 class Unfit:
     """A method of Diffusers' models that must not be called while weights have exponents.
@@ -424,8 +411,8 @@ def _watch_saving(
     patches: Patches,
     savers: tuple[str, ...] = (),
 ) -> None:
-    """Keep scaled weights from being saved as if they were the model's: refuse pickling,
-    `save_pretrained`, and what exponents don't allow.
+    """Keep scaled weights from being saved as if they were the model's: refuse `save_pretrained`, and what
+    exponents don't allow.
 
     Reading the state dict only warns, once.
 
@@ -443,8 +430,6 @@ def _watch_saving(
     warned = list[bool]()
     parts = [module] if scaling is None else find_folded_parts(module, scaling.exponents)
     folded = {id(part): part for part in parts}
-    for part in parts:
-        patches.set_attribute(part, "__reduce_ex__", _Pickling(part))
 
     def warn(owner: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         caller = str(sys._getframe(2).f_globals.get("__name__"))
@@ -529,7 +514,7 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches, *, keeps_upcast: boo
     def put(callee: Callee, layers: Patches) -> None:
         dtype = dtypes.get(callee.name, dtypes.get(callee.component_name))
         if dtype is not None:
-            put_cast(callee, dtype, layers, as_plain=False)
+            put_cast(callee, dtype, layers, is_refusal=is_refusal)
 
     intercept_components(pipe, put, patches)
     wide = [_find(pipe, name_component(x.component)) for x in plan.components if _returns_wide(x)]
@@ -706,7 +691,7 @@ def explain_foreign_casts(pipe: Any, plan: Plan, patches: Patches) -> None:
         def explain(call: ComponentCall) -> Any:
             try:
                 return call.proceed()
-            except REFUSALS as error:
+            except Exception as error:
                 is_guarded = has_layer(callee.owner, find_slot(callee), Rank.GUARD)
                 changed = "" if is_guarded or not is_refusal(error) else _find_cast(modules, known)
                 if not changed:

@@ -12,10 +12,12 @@ import torch
 
 from stopdown.devices.device_choice import Device, list_devices
 from stopdown.mapped_weights import Load
-from stopdown.scaling.bounds.singular_values import takes_work
 
 KINDS = ("cuda",)
 """Types of the devices that are used: NVIDIA's and AMD's cards, with memory of their own."""
+
+LARGE = 1 << 27
+"""`out * in * min(out, in)` of a matrix above which a device's products save more than its copy takes."""
 
 TERMS = 16
 """Terms of each sum in the test product that shows whether a device sums in fp32."""
@@ -38,14 +40,15 @@ def bring_near(load: Load, device: Device | None = None) -> Load | None:
 
     def load_near(name: str) -> torch.Tensor:
         tensor = load(name)
-        return tensor.to(device.torch_name if _takes_work(tensor) else "cpu")
+        return tensor.to(device.torch_name if _is_large(tensor) else "cpu")
 
     return load_near
 
 
-def _takes_work(tensor: torch.Tensor) -> bool:
+def _is_large(tensor: torch.Tensor) -> bool:
     is_matrix = tensor.dim() == 2 and tensor.is_floating_point()
-    return is_matrix and tensor.dtype != torch.float64 and takes_work(tensor)
+    is_wide = tensor.dtype == torch.float64
+    return is_matrix and not is_wide and tensor.numel() * min(tensor.shape) > LARGE
 
 
 def _sums_in_fp32(device: str) -> bool:

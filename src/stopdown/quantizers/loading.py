@@ -29,7 +29,7 @@ from stopdown.component_calls.components import (
 )
 from stopdown.devices.device_choice import choose_device
 from stopdown.errors import OptionError, PlanError, SourceError, warn_user
-from stopdown.fold_names import Folds, name_parameters
+from stopdown.fold_names import Folds, list_folds, name_parameters
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.number_formats import list_some
 from stopdown.numerics import is_away
@@ -49,7 +49,6 @@ from stopdown.records import ComponentPlan, Plan
 from stopdown.runtime.guard import Guard
 from stopdown.runtime.repairs import Component
 from stopdown.scaling import CallWatch, StoredWeight, put_cast
-from stopdown.scaling.folding.folds import locate_folds
 from stopdown.sources.source import Source
 from stopdown.sources.sources import resolve_source
 
@@ -142,11 +141,11 @@ class ModelLoad(SameInCopies):
             self.entry.scaling,
             self.config.folded and self.entry.precision == "fp16",
         )
-        located = locate_folds(module, scaling.exponents) if scaling and is_scaled else ()
-        folds = {id(tensor): _negate(found) for tensor, found in located}
+        folds = list_folds(scaling.exponents) if scaling and is_scaled else {}
 
         def put_bare(tensor: torch.Tensor, stored: StoredWeight) -> None:
-            place(tensor, dataclasses.replace(stored, folds=folds.get(id(tensor), ())))
+            found = [_negate(folds[name]) for name in names[id(tensor)] if name in folds]
+            place(tensor, dataclasses.replace(stored, folds=found[0] if found else ()))
 
         cast_component_(module, self.bare, put_bare)
 

@@ -199,7 +199,7 @@ class Component:
         with without_autocast() if is_ambient else contextlib.nullcontext():
             if dtype is None:
                 return call.proceed()
-            return self._entrance.proceed(call, dtype, refuses=False)
+            return self._entrance.proceed(call, dtype, None)
 
     def _find_planned(self) -> torch.dtype | None:
         """Return fp16 if exponents are applied, else None.

@@ -29,6 +29,7 @@ import torch
 from stopdown.component_call_names import name_call
 from stopdown.component_calls.components import cast_component_, find_callees, read_precisions
 from stopdown.component_calls.pipeline_interception import intercept_runs
+from stopdown.diagnosis.texts import is_refusal
 from stopdown.errors import PlanError, take_first_line
 from stopdown.frames.frame_faults import find_frame_findings
 from stopdown.interception.component_locks import find_lock
@@ -254,7 +255,7 @@ class ScriptGuard:
             if self.precision is not None:
                 for callee in callees:
                     if self._bring(callee, self.precision):
-                        put_cast(callee, self.precision, patches, as_plain=False)
+                        put_cast(callee, self.precision, patches, is_refusal=is_refusal)
             yield
 
     def _bring(self, callee: Callee, wanted: torch.dtype) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from stopdown.component_calls.components import find_adapter
 from stopdown.devices.environment import count_processes
-from stopdown.diagnosis.texts import REFUSALS, is_refusal
+from stopdown.diagnosis.texts import is_refusal
 from stopdown.errors import take_first_line
 from stopdown.interception.component_locks import find_lock, is_changing
 from stopdown.module_calls.entrances import ReplacedError
@@ -74,7 +74,7 @@ class Watch:
         called = time.perf_counter()
         try:
             output = call.proceed()
-        except REFUSALS as error:
+        except Exception as error:
             if not is_refusal(error):
                 raise
             guarded.record_writes()

@@ -183,7 +183,7 @@ def load_scaled(
         tensor(12496., dtype=torch.float16)
     """
     _refuse_missing(module, scaling)
-    folds = {id(x): found for x, found in locate_folds(module, scaling.exponents)}
+    folds = {id(x): found for x, found in _locate_folds(module, scaling.exponents)}
     patches = Patches()
     patches.defer(partial(_unfold, module, scaling.exponents))
     patches.defer(_fold(module, scaling, with_weights=False).undo)
@@ -737,12 +737,12 @@ def _list_outside(paths: tuple[str, ...], fp32_modules: tuple[str, ...]) -> tupl
 def _fold_parameters(
     module: torch.nn.Module, exponents: Mapping[str, int], patches: Patches
 ) -> None:
-    for tensor, folds in locate_folds(module, exponents):
+    for tensor, folds in _locate_folds(module, exponents):
         for place, exponent in folds:
             patches.scale_tensor(tensor, exponent, place)
 
 
-def locate_folds(
+def _locate_folds(
     module: torch.nn.Module, exponents: Mapping[str, int]
 ) -> list[tuple[torch.Tensor, list[tuple[Place, int]]]]:
     """Return each tensor of a module that gets scale exponents, with its blocks and their exponents.

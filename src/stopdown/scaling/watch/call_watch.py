@@ -41,7 +41,12 @@ from stopdown.errors import ScalingError, warn_user
 from stopdown.fold_names import find_folded_parts
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.component_locks import find_lock
-from stopdown.interception.patches import Patches, SameInCopies, call_while_alive
+from stopdown.interception.patches import (
+    Patches,
+    SameInCopies,
+    call_while_alive,
+    refuse_pickling,
+)
 from stopdown.module_calls.answers import add_answers
 from stopdown.module_calls.call import ComponentCall, are_finite, stays_finite
 from stopdown.module_calls.call_interception import (
@@ -288,8 +293,6 @@ class CallWatch(SameInCopies):
         lock = find_lock(self.module)
         self._own.set_attribute(lock, "begin", call_while_alive(self._prepare_calls))
         self._own.set_attribute(lock, "end", call_while_alive(self._finish_calls))
-        if "__reduce_ex__" not in vars(self.module):
-            self._own.set_attribute(self.module, "__reduce_ex__", CopyHook(self.module))
         self.follow()
         callee = Callee("", self.module, "forward", "decode", GENERAL_KEEPS)
         put_layer(self.module, "forward", self._enter_whole, self._own, Rank.EXPONENTS, callee)
@@ -301,6 +304,7 @@ class CallWatch(SameInCopies):
         self._own.set_attribute(self.module, "_replicate_for_data_parallel", self._refuse_replicas)
         for part in find_folded_parts(self.module, self.scaling.exponents):
             self._own.set_attribute(part, "stopdown_copies", _PartCopies(self))
+            self._own.set_attribute(part, "__reduce_ex__", _CopyHook(part))
         show_parts(self._parts)
         self.known.settings.note()
 
@@ -725,8 +729,9 @@ def _list_tensors(call: ComponentCall) -> Iterator[torch.Tensor]:
 
 
 @dataclass
-class CopyHook:
-    """Replacement of a scaled module's `__reduce_ex__`, so that a deep copy checks its calls as well.
+class _CopyHook:
+    """Replacement of `__reduce_ex__` of a scaled module and of its parts: refuses pickling, and has a deep
+    copy of the module check its calls as well.
 
     A deep copy has the exponents and casts of the module, and such a hook of its own.
     """
@@ -734,10 +739,9 @@ class CopyHook:
     module: torch.nn.Module
 
     def __call__(self, protocol: Any) -> Any:
-        kind = type(self.module)
         if sys._getframe(1).f_globals.get("__name__") != "copy":
-            return self.pickle(protocol)
-        made: tuple[Any, ...] = cast(Any, kind.__reduce_ex__(self.module, protocol))
+            refuse_pickling()
+        made: tuple[Any, ...] = cast(Any, type(self.module).__reduce_ex__(self.module, protocol))
         make, args, state, *rest = made
         watch: CallWatch | None = vars(self.module).get(_WATCH)
         hooks, with_kwargs = "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"
@@ -753,9 +757,6 @@ class CopyHook:
                 with_kwargs: OrderedDict({_WATCH: True, **state[with_kwargs]}),
             }
         return (make, args, state, *rest)
-
-    def pickle(self, protocol: Any) -> Any:
-        return type(self.module).__reduce_ex__(self.module, protocol)
 
 
 class _CopiedMethod:
