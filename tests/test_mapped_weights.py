@@ -21,6 +21,7 @@ from stopdown.fold_names import name_parameters
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import (
     StoredWeight,
+    cast_additions_,
     cast_tensor,
     cast_tensor_,
     choose_folder,
@@ -371,3 +372,15 @@ def test_what_was_written_into_a_cast_tensor_stays() -> None:
     patches.undo()
     assert weight.dtype == torch.float32
     assert torch.equal(weight, wanted.half().float())
+
+
+def test_what_is_added_to_a_cast_module_is_cast_back() -> None:
+    """To the dtype of most weights; what is in another dtype than the cast's stays."""
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8).half())
+    with Patches() as patches:
+        cast_additions_(module, torch.bfloat16, patches)
+        module.bfloat16()
+        module.append(torch.nn.Linear(2, 2, dtype=torch.bfloat16))
+        module.append(torch.nn.Linear(2, 2, dtype=torch.float64))
+    found = [part.weight.dtype for part in module]
+    assert found == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float64]

@@ -263,6 +263,26 @@ def cast_tensor_(tensor: torch.Tensor, dtype: torch.dtype, patches: Patches) -> 
     patches.defer(undo)
 
 
+def cast_additions_(module: torch.nn.Module, dtype: torch.dtype, patches: Patches) -> None:
+    """Cast weights that are added to a module in `dtype` until `patches` is undone, such as a LoRA or
+    fused layers, back with the others then.
+
+    Call it before the module is cast to `dtype`.
+    """
+    known = {id(x): x for x in name_parameters(module).values()}
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in filter(torch.is_floating_point, known.values()):
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
+    before = max(sizes, key=sizes.__getitem__, default=dtype)
+
+    def undo() -> None:
+        for tensor in name_parameters(module).values():
+            if id(tensor) not in known and tensor.dtype == dtype:
+                tensor.data = cast_tensor(tensor.data, before)
+
+    patches.defer(undo)
+
+
 def _choose_values(now: torch.Tensor, before: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the values that a tensor had before its cast to a dtype, or its present ones, cast back, if
     they were written since.

@@ -32,6 +32,7 @@ from stopdown.module_calls.call import cast_floats
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.records import Scaling
+from stopdown.runtime.repairs import cast_component
 from stopdown.scaling.folding.adapters import measure_growth
 from stopdown.scaling.folding.folds import cast_, fold_scaling
 from stopdown.scaling.rescale import rescale_
@@ -359,6 +360,25 @@ def test_a_fused_lora_stays_when_a_plan_comes_off(tmp_path: Path) -> None:
     guarded.remove()
     wanted, found = (torch.as_tensor(call_pipeline(x, "flux")) for x in (original, pipe))
     assert relative_l2(found, wanted) < 0.02 * relative_l2(bare, wanted)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_what_is_added_under_a_repair_is_in_the_dtype_of_the_rest(
+    is_fused: bool, tmp_path: Path
+) -> None:
+    """Fused projections stayed in bf16 as a repair came off, and the next call ended in a raw error."""
+    pipe = make_family("flux").to(torch.float16)
+    tensors = name_lora(draw_lora(pipe, "flux"), "diffusers", "flux")
+    with stopdown.guard(pipe, announce=quiet) as guarded:
+        component = guarded.session.find_component(pipe.transformer)
+        component.put_on((cast_component("bf16"),))
+        if is_fused:
+            pipe.transformer.fuse_qkv_projections()
+        else:
+            load_lora(pipe, tensors, tmp_path, "one")
+        call_pipeline(pipe, "flux")
+    assert {x.dtype for x in pipe.transformer.parameters()} == {torch.float16}
+    call_pipeline(pipe, "flux")
 
 
 @pytest.mark.parametrize("swaps", [False, True])

@@ -23,7 +23,7 @@ from stopdown.errors import InputError
 from stopdown.interception.module_paths import list_modules
 from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.patches import Patches
-from stopdown.mapped_weights import cast_tensor, cast_tensor_
+from stopdown.mapped_weights import cast_additions_, cast_tensor, cast_tensor_
 from stopdown.module_calls.callee import GENERAL_KEEPS, Callee
 from stopdown.number_formats import name_dtype
 from stopdown.scaling import StoredWeight
@@ -507,6 +507,7 @@ def put_precision(module: torch.nn.Module, dtype: torch.dtype, patches: Patches)
 
     Submodules that its authors keep in fp32 stay so.
     """
+    cast_additions_(module, dtype, patches)
     cast_component_(
         module, dtype, lambda x, stored: cast_tensor_(x, stored.dtype, patches), patches
     )

@@ -26,7 +26,7 @@ from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.own_hooks import Hook, hook_own_output, hook_part_arguments
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
-from stopdown.mapped_weights import StoredWeight, cast_tensor_, put_, widen_
+from stopdown.mapped_weights import StoredWeight, cast_additions_, cast_tensor_, put_, widen_
 from stopdown.module_calls.adapter_layers import unwrap_name
 from stopdown.module_calls.mixed_dtypes import cast_operands
 from stopdown.module_calls.outermost_calls import is_plain
@@ -501,6 +501,7 @@ def cast_(
     if check is not None:
         patches.defer(check.accept)
     take_out = keep_merges(module, patches)
+    cast_additions_(module, dtype, patches)
 
     def replace_data(tensor: torch.Tensor, wanted: torch.dtype) -> None:
         cast_tensor_(tensor, wanted, patches)
