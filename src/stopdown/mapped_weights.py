@@ -27,7 +27,7 @@ from stopdown.errors import OutputError, warn_user
 from stopdown.fold_names import Folds, name_parameters
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import name_dtype
-from stopdown.numerics import is_readable
+from stopdown.numerics import is_away, is_readable
 
 SHARE = 0.25
 """Share of the machine's memory above which weights are mapped."""
@@ -247,7 +247,8 @@ def cast_tensor_(tensor: torch.Tensor, dtype: torch.dtype, patches: Patches) -> 
     """Cast a tensor in place. Undoing restores every bit, or casts back what was written meanwhile.
 
     A fused LoRA and other weights loaded in between are kept so. A difference below the precision of
-    `dtype` isn't taken for a write: it's what a LoRA leaves that was fused and taken out again.
+    `dtype` isn't taken for a write: it's what a LoRA leaves that was fused and taken out again. A tensor
+    that was moved since stays on its device, if that has room for the old values.
 
     Cost: undoing compares some of the values, with a host read.
     """
@@ -257,7 +258,7 @@ def cast_tensor_(tensor: torch.Tensor, dtype: torch.dtype, patches: Patches) -> 
     def undo() -> None:
         try:
             tensor.data = _choose_values(tensor.data, before, dtype)
-        except RuntimeError:  # a device that can't compare values of the dtype
+        except (RuntimeError, TypeError):  # the device is full, or can't compare or hold the dtype
             tensor.data = before
 
     patches.defer(undo)
@@ -285,20 +286,21 @@ def cast_additions_(module: torch.nn.Module, dtype: torch.dtype, patches: Patche
 
 def _choose_values(now: torch.Tensor, before: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the values that a tensor had before its cast to a dtype, or its present ones, cast back, if
-    they were written since.
+    they were written since; both on its present device.
     """
+    here = before if is_away(now) else before.to(now.device)
     is_comparable = now.dtype == dtype != before.dtype and now.shape == before.shape
     if (
         not is_comparable
         or find_mapped_folder(before)
-        or not (is_readable(now) and is_readable(before))
+        or not (is_readable(now) and is_readable(here))
     ):
-        return before
+        return here
     some = slice(None, None, max(1, now.numel() // _COMPARED))
-    cast = before.reshape(-1)[some].to(now.device, dtype).float()
+    cast = here.reshape(-1)[some].to(dtype).float()
     change = torch.linalg.vector_norm(now.reshape(-1)[some].float() - cast)
     is_written = change > torch.finfo(dtype).eps * torch.linalg.vector_norm(cast)
-    return now.to(before.device, before.dtype) if is_written else before
+    return now.to(before.dtype) if is_written else here
 
 
 def widen_(module: torch.nn.Module) -> None:

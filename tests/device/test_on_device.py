@@ -21,10 +21,12 @@ from stopdown import mapped_weights, testing
 from stopdown.component_calls.components import find_components
 from stopdown.devices.device_choice import choose_device
 from stopdown.devices.device_memory import peak_memory
+from stopdown.interception.patches import Patches
 from stopdown.memory.forecast import Fit
 from stopdown.memory.offloader import Offloader, predict_run
 from stopdown.memory.strategies import PLACEMENTS, Placement, Strategy
 from stopdown.memory.weight_stores import WeightStore
+from stopdown.plans.calibrated import measure_plan
 from stopdown.runtime.guard import guard
 
 FAMILIES = [
@@ -233,3 +235,42 @@ def test_a_large_weight_comes_in_pieces(
     ):
         stored = mapped_weights.StoredWeight(values, torch.float16, folds)
         assert torch.equal(stored.read(KIND).cpu(), stored.read())
+
+
+class Net(torch.nn.Module):
+    """A linear whose output overflows in fp16 if its exponents are those of smaller inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.up(x))  # type: ignore[no-any-return]
+
+
+def test_a_plan_that_was_put_on_before_a_move_is_repaired_where_the_module_is(
+    simulated: Simulated,
+) -> None:
+    """A repair takes the plan off first: the old weights came back on the host, and each repair failed."""
+    module = Net().requires_grad_(False)
+    module.up.weight.copy_(6e4 * torch.eye(8))
+    small, large = torch.randn(2, 8), 300 * torch.randn(2, 8)
+    before, expected = module.up.weight.clone(), module(large)
+    with guard(module, measure_plan(module, lambda: module(small)), announce=quiet) as handle:
+        module.to(KIND)
+        found = module(large.to(KIND)).cpu()
+        assert [repair.action for repair in handle.repairs] == ["rescaled"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+    assert {x.device.type for x in module.parameters()} == {KIND}
+    assert torch.equal(module.up.weight.cpu(), before)
+
+
+def test_a_cast_comes_off_on_a_device_without_room(simulated: Simulated) -> None:
+    """Where the old values don't fit, they stay where they were kept."""
+    weight = torch.nn.Parameter(torch.randn(4096), requires_grad=False)
+    before, patches = weight.data.clone(), Patches()
+    mapped_weights.cast_tensor_(weight, torch.float16, patches)
+    weight.data = weight.data.to(KIND)
+    simulated.limit(simulated.used() + 1024)
+    patches.undo()
+    assert torch.equal(weight, before)

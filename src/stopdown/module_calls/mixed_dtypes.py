@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from stopdown.errors import CaptureError
 from stopdown.interception.own_hooks import hook_part_arguments
 from stopdown.interception.patches import Patches
+from stopdown.mapped_weights import cast_tensor_
 from stopdown.numerics import iterate_tensors
 from stopdown.scaling_records import Operands
 
@@ -136,9 +137,7 @@ def cast_parameters(
 ) -> None:
     parameters = dict(module.named_parameters())
     for name in names:
-        tensor = parameters[name]
-        patches.defer(partial(setattr, tensor, "data", tensor.data))
-        tensor.data = tensor.data.to(dtype)
+        cast_tensor_(parameters[name], dtype, patches)
 
 
 def _is_autocast(args: Any, kwargs: Any) -> bool:
