@@ -14,7 +14,16 @@ import torch
 from torch import nn
 
 from models.pipeline_calls import quiet
-from models.programs import KINDS, UNet, decode, make_faulty, make_program, overflow_
+from models.programs import (
+    KINDS,
+    WIDTH,
+    Block,
+    UNet,
+    decode,
+    make_faulty,
+    make_program,
+    overflow_,
+)
 from models.snapshots import assert_untouched
 from stopdown import apply_plan, make_plan
 from stopdown.errors import InputError, NonFiniteError, PlanError, StopdownWarning
@@ -387,6 +396,19 @@ def test_a_plan_is_certified_without_a_measured_run(
     assert len(list((tmp_path / "plans").glob("*.json"))) == 1
     monkeypatch.setattr(certified, "_plan_component", None)
     assert make_plan(wide.given, run=wide.run) == plan
+
+
+def test_each_module_that_a_run_calls_is_planned() -> None:
+    """Of modules without a name for their calls, such as an encoder and a denoiser, only the first was."""
+    parts = {"encoder": Block(), "unet": UNet(), "unused": Block()}
+
+    def run() -> torch.Tensor:
+        given = parts["encoder"](torch.randn(1, 4, WIDTH))
+        out: torch.Tensor = parts["unet"](given, torch.ones(1))
+        return out
+
+    plan = make_plan(parts, run=run)
+    assert [entry.component for entry in plan.components] == ["encoder", "unet"]
 
 
 def test_a_kept_plan_is_not_taken_for_other_code(

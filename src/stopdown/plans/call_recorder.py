@@ -20,7 +20,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.component_calls.component_interception import intercept_components
-from stopdown.component_calls.components import find_adapter, list_component_calls
+from stopdown.component_calls.components import (
+    find_adapter,
+    find_components,
+    list_component_calls,
+)
 from stopdown.component_calls.step_counter import StepCounter
 from stopdown.errors import OptionError, StopdownError, take_first_line
 from stopdown.interception.patches import Patches
@@ -165,15 +169,18 @@ def record_first_calls(program: Any, run: Callable[[], Any]) -> dict[str, list[C
 
     Args:
         program: no pipeline. Arguments are cast to the dtype of its weights.
-        run: runs it once. It stops at the first call of a component, and starts again for the next one.
+        run: runs it once. It stops at the first call of a component, and starts again for the next one,
+            until all weights of the program are those of a called component, or it ends.
     """
     found: dict[str, list[ComponentCall]] = {}
+    left = {id(x) for part in find_components(program).values() for x in part.parameters()}
 
     def stop(call: ComponentCall) -> Any:
         name = call.callee.component_name
         if name in found:
             return call.proceed()
         found[name] = [_copy_to_cpu(call)]
+        left.difference_update(map(id, call.callee.owner.parameters()))
         raise _Called
 
     def put(callee: Callee, layers: Patches) -> None:
@@ -186,7 +193,7 @@ def record_first_calls(program: Any, run: Callable[[], Any]) -> dict[str, list[C
     is_over = False
     with Patches() as patches, torch.no_grad():
         intercept_components(program, put, patches)
-        while not is_over and not (found and wanted <= found.keys()):
+        while not is_over and not (found and wanted <= found.keys() and not left):
             with contextlib.suppress(_Called):
                 run()
                 is_over = True
