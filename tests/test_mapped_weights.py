@@ -258,6 +258,21 @@ def test_a_stored_weight_is_rounded_once(
     assert torch.equal(made, exact.to(torch.float16))
 
 
+@pytest.mark.parametrize(
+    "folds", [[((), 14)], [((), -14)], [(ROWS, 14)], [(ROWS, -4), (COLUMNS, 9)]]
+)
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
+def test_a_weight_in_fp16_is_scaled_in_a_format_that_holds_it(
+    wide: torch.dtype, folds: list[tuple[tuple[slice, ...], int]]
+) -> None:
+    """What a plan keeps in fp32, or is saved without exponents, was Inf or had a few bits left."""
+    values = (torch.randn(6, 8, dtype=torch.float64) * torch.logspace(-4, 3, 8)).half()
+    exact = values.double()
+    for place, exponent in folds:
+        exact[place] *= 2.0**exponent
+    assert torch.equal(StoredWeight(values, wide, folds).read(), exact.to(wide))
+
+
 def test_a_stored_weight_that_stays_as_it_is_takes_no_memory() -> None:
     """Without exponents and in its own dtype the file's values are the weight."""
     values = torch.randn(5)

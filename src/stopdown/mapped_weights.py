@@ -126,6 +126,8 @@ def _bring(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _convert(values: torch.Tensor, folds: Folds, target: torch.Tensor) -> None:
+    if folds and values.dtype == torch.float16 != target.dtype:
+        values = values.float()  # fp16 may not hold the product
     places = [place for place, _ in folds]
     with torch.no_grad():
         if places and (places == [()] or not target.dim()):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import stopdown
 from models.lora_cases import make_arguments, make_family
@@ -80,6 +81,26 @@ def test_a_denoiser_without_its_pipeline_is_refused(cogvideox: Path, tmp_path: P
     shutil.copytree(cogvideox / "transformer", tmp_path / "alone" / "transformer")
     with pytest.raises(SourceError, match=r"without its pipeline.*subfolder="):
         load_transformer(tmp_path / "alone")
+
+
+TABLES = ("shared.weight", "encoder.embed_tokens.weight")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_tied_weight_is_scaled_once_whatever_its_name_in_the_file(
+    cogvideox: Path, tmp_path: Path, name: str
+) -> None:
+    """T5's table under its second name was scaled twice; saved, a table beyond fp16 was Inf."""
+    shutil.copytree(cogvideox, tmp_path / "model")
+    path = tmp_path / "model" / "text_encoder" / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name] = table = tensors.pop(TABLES[0]) * 2.0**20
+    save_file(tensors, path, metadata={"format": "pt"})
+    model = load_encoder(path.parent)
+    model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    for found in saved.keys() & {*TABLES}:
+        torch.testing.assert_close(saved[found], table.float(), rtol=2**-10, atol=0)
 
 
 # The method is registered

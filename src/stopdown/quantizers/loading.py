@@ -175,9 +175,10 @@ class ModelLoad(SameInCopies):
             PlanError: the plan was made for other weights.
         """
         self._check_weights(module)
+        placed = self._list_placed(module)
         with torch.no_grad():
             for name, tensor in name_parameters(module).items():
-                if name in self._wanted and name not in self._stored and not tensor.is_meta:
+                if name in self._wanted and id(tensor) not in placed and not tensor.is_meta:
                     given = dataclasses.replace(self._wanted[name], values=tensor.data)
                     tensor.data = given.read(tensor.device)
         if self.bare is not None:
@@ -204,6 +205,12 @@ class ModelLoad(SameInCopies):
         elif (applied := find_applied(module)) is not None:  # nobody else repairs other calls
             Component(module, name=component).stand_under(applied, stays=True)
         return self._describe(module, plan)
+
+    def _list_placed(self, module: torch.nn.Module) -> set[int]:
+        """Return the ids of the tensors that were loaded, under any of their names."""
+        kinds = module.named_parameters, module.named_buffers
+        named = (x for kind in kinds for x in kind(remove_duplicate=False))
+        return {id(tensor) for name, tensor in named if name in self._stored}
 
     def _check_weights(self, module: torch.nn.Module) -> None:
         found = self._complete(module, self._stored)
