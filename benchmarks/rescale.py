@@ -112,7 +112,7 @@ def measure_row(prepared: Prepared, name: str, way: str) -> dict[str, Any]:
     started = time.perf_counter()
     scaling = find_scaling(module, measured)
     if scaling.fp32_modules:
-        scaling = scale_calls(module, [[call] for call in calls], verify=False)
+        scaling = scale_calls(module, [[call] for call in calls])
     row |= {"captured_s": prepared.captured_s, "solved_s": time.perf_counter() - started}
     row |= run_scaled(module, calls, scaling, reference, "rescaled fp16")
     row |= {
@@ -151,7 +151,7 @@ def measure_streamed(prepared: Prepared, reference: list[torch.Tensor]) -> dict[
         scaling = find_scaling(module, measured, prepared.stream)
         if scaling.fp32_modules:
             kinds = [[call] for call in calls]
-            scaling = scale_calls(module, kinds, "fp32", verify=False)
+            scaling = scale_calls(module, kinds, "fp32")
     except StopdownError as error:
         return {"residual_note": str(error)}
     found = run_scaled(module, calls, scaling, reference, "fp32 residual")

@@ -27,8 +27,6 @@ def scale_component(
     calls: Sequence[ComponentCall],
     residual: str = "native",
     ranges: str = "measured",
-    *,
-    verify: bool = True,
 ) -> tuple[Scaling, tuple[str, ...]]:
     """Find and test exponents for a component in fp32; return them with notes as sentences.
 
@@ -37,7 +35,6 @@ def scale_component(
     Args:
         residual: `fp32` keeps its residual stream in fp32 if its architecture allows it.
         ranges: where the activations' ranges come from, as for `scale_calls`.
-        verify: test the exponents; False for offloaded weights, with which the module can't be run.
 
     Raises:
         ScalingError: no exponents exist, short of running the whole component in fp32.
@@ -48,7 +45,7 @@ def scale_component(
     check_weights(module)
     real = group_calls([call for call in calls if not call.made_up])
     made_up = group_calls([call for call in calls if call.made_up])
-    find = partial(_find_exact, module, residual=residual, ranges=ranges, verify=verify)
+    find = partial(_find_exact, module, residual=residual, ranges=ranges)
     if not made_up:
         return find(real), ()
     try:
@@ -65,10 +62,9 @@ def _find_exact(
     kinds: Sequence[Sequence[ComponentCall]],
     residual: str,
     ranges: str,
-    verify: bool,
 ) -> Scaling:
     placed = [[call.place(module) for call in group] for group in kinds]
-    scaling = scale_calls(module, placed, residual, ranges, verify=verify)
+    scaling = scale_calls(module, placed, residual, ranges)
     if "" in scaling.fp32_modules:
         raise ScalingError("Only the whole component in fp32 would keep its values in range.")
     return scaling

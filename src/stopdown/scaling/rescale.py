@@ -11,20 +11,18 @@ from typing import Any
 import torch
 
 from stopdown.argument_types import check_ranges, check_residual, check_type
-from stopdown.errors import OptionError, ScalingError, warn_user
+from stopdown.errors import OptionError, ScalingError
 from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.autocast import read_autocast, watched_autocast, without_autocast
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.call import PlainCall, explain_call
 from stopdown.module_calls.kept_state import HeldContainers, KeptState
-from stopdown.number_formats import list_some
 from stopdown.scaling.folding.folds import (
     Rescaling,
     cast_,
     check_casts,
     fold_scaling,
     keeps_fp32,
-    list_rounded,
     require_module,
 )
 from stopdown.scaling.trials.call_search import scale_calls
@@ -41,7 +39,6 @@ def rescale_(
     calls: Sequence[PlainCall] = (),
     residual: str | None = None,
     ranges: str | None = None,
-    verify: bool = True,
     cast: bool = False,
 ) -> Rescaling:
     """Scale a module's weights by powers of two so that these calls run in fp16 without overflow.
@@ -71,14 +68,13 @@ def rescale_(
         ranges: `measured` uses these calls' ranges; `bound` uses ranges that hold for every input where
             there are any, and `.certified` is True if there are for every fp16 value; `auto` uses
             bounds where they cost almost nothing. None means `measured`.
-        verify: run the calls before and after: in fp32 to compare every bit, if the module is in fp32,
-            and once after a cast. `.trial` of the result then has the error beside bf16's, or the
-            reason why there is none. Code that doesn't run with its exponents is tried with as much of
-            it in fp16 as hooks find possible; the scaling's `note` reports that.
         cast: also cast it, as `cast_` does; undoing the result undoes both.
 
     Returns:
-        The powers of two on the module; `.undo()` restores every bit.
+        The powers of two on the module; `.undo()` restores every bit. They were tried: the calls were
+        run in fp32, where every bit is compared if the module is in fp32, and in fp16. `.trial` has the
+        error beside bf16's, or the reason why there is none. Code that doesn't run with its exponents
+        is tried with as much of it in fp16 as hooks find possible; the scaling's `note` reports that.
 
     Source: scaling by powers of two against overflow is standard in numerical linear algebra
     (equilibration); `docs/rescaling.md` has the method and its limits.
@@ -126,7 +122,7 @@ def rescale_(
     kept, held = KeptState(module), HeldContainers(given)
     with without_autocast(), watched_autocast() as entered:
         try:
-            scaling = scale_calls(module, kinds, stream, basis, verify=verify)
+            scaling = scale_calls(module, kinds, stream, basis)
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
             for call, own, named in given:
                 explain_call("rescale_", partial(call, *own, **named), error)
@@ -146,12 +142,6 @@ def rescale_(
     CallWatch.watch(module, scaling, partial(_fold, module, scaling), folds, _WATCH, casts=False)
     rescaling = Rescaling(module, scaling, folds)
     check_casts(rescaling)
-    if not verify and (rounded := list(list_rounded(module, scaling))):
-        warn_user(
-            f"{type(module).__name__} was rescaled without verification, and fp16 rounds more than bf16 "
-            f"would: {list_some(rounded)}. Leave verify=False out: a trial then shows what that does to "
-            "its output. Or run it in bf16."
-        )
     is_ambient = torch.float16 in (read_autocast(module), *entered) and keeps_fp32(scaling)
     if cast or is_ambient:
         cast_(module, torch.float16, rescaling)

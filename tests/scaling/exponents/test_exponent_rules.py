@@ -544,7 +544,7 @@ def test_a_norm_of_squares_that_fp16_does_not_hold_is_fp32() -> None:
     x = torch.randn(64, 4)
     x[0] = 0
     reference = module(x)
-    rescaling = rescale_(module, (x,), verify=False)
+    rescaling = rescale_(module, (x,))
     assert torch.equal(module(x), reference)
     assert set(rescaling.fp32_modules) == {"1.norm", "2.norm", "3.norm", "4"}
     assert rescaling.scaling.stream is None

@@ -97,7 +97,7 @@ def test_encoders_with_additive_masks_are_right_however_they_are_padded(name: st
     wide = make_wide_encoder(name)
     module = copy.deepcopy(wide)
     calls: list[Any] = [(module, (), make_call(name, wide, mask)[2]) for mask in ("none", "right")]
-    rescaling = rescale_(module, calls=calls, residual="fp32", verify=False)
+    rescaling = rescale_(module, calls=calls, residual="fp32")
     cast_(module, torch.float16, rescaling)
     for mask in MASKS:
         given = make_call(name, wide, mask)[2]

@@ -108,7 +108,7 @@ def test_replaced_functions_are_captured(replace: Callable[[Net], None]) -> None
     replace(plain)
     calls = [torch.randn(4, 32, generator=torch.Generator().manual_seed(3)), torch.randn(8, 32)]
     wanted = [plain(x) for x in calls]
-    rescaling = rescale_(net, calls[0], verify=False)
+    rescaling = rescale_(net, calls[0])
     assert all(torch.equal(net(x), y) for x, y in zip(calls, wanted, strict=True))
     cast_(net, torch.float16, rescaling)
     found = [net(x.half()) for x in (*calls, *calls)]

@@ -33,10 +33,7 @@ from stopdown.module_calls.outermost_calls import is_plain
 from stopdown.number_formats import FORMATS, parse_precision
 from stopdown.numerics import (
     cast_mask,
-    has_values,
     iterate_tensors,
-    measure_amax,
-    relative_l2,
 )
 from stopdown.scaling.folding.adapters import AdapterFolds, keep_merges
 from stopdown.scaling.folding.cast_check import CastCheck, find_check
@@ -306,31 +303,6 @@ def _list_wide(scaling: Scaling) -> set[str]:
     """Return the names of single parameters and buffers that stay in fp32, outside of fp32 modules."""
     stream = () if scaling.stream is None else scaling.stream.kept
     return {*(scaling.kept_buffers or ()), *scaling.operands.fp32_parameters, *stream}
-
-
-_MOST_ROUNDED = 2.0**-8
-"""Largest relative error of rounding to bf16."""
-
-
-def list_rounded(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
-    """Yield a clause for each folded parameter that fp16 would round more coarsely than bf16, as it is
-    too small.
-
-    Biases are left out: they are added to larger values, or they would have an exponent.
-
-    Cost: a pass over each tensor, and a host read.
-    """
-    wide = _list_wide(scaling)
-    for name, tensor in module.named_parameters():
-        is_wide = name in wide or is_inside(name, *scaling.fp32_modules)
-        if is_wide or name.endswith("bias") or tensor.dtype.itemsize < 4 or not has_values(tensor):
-            continue
-        values = tensor.detach()
-        amax = measure_amax(values)
-        if 0 < amax < FORMATS["fp16"].smallest_normal:
-            error = relative_l2(values.half(), values)
-            if error > _MOST_ROUNDED:
-                yield f"{name}, up to {amax:.2g} with its exponent, by {error:.1%}"
 
 
 def _list_misfit(

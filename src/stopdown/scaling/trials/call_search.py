@@ -28,7 +28,6 @@ from stopdown.scaling.trials.residual import (
 )
 from stopdown.scaling.trials.search import StopReason, find_scaling, take_first
 from stopdown.scaling.trials.trial import Run, run_reference, try_scaling
-from stopdown.scaling.trials.underflow import check_underflow
 from stopdown.scaling_records import ResidualStream, Scaling
 
 
@@ -37,10 +36,9 @@ def scale_calls(
     kinds: Sequence[Sequence[PlainCall]],
     residual: str = "native",
     ranges: str = "measured",
-    *,
-    verify: bool = True,
 ) -> Scaling:
-    """Find exponents and test them by running the calls, first with the requested residual dtype.
+    """Find exponents and test them by running the first call of each group, first with the requested
+    residual dtype.
 
     If that fails, the other dtype is tried, and then forward hooks, which find the weight matrices that
     fp16 can represent. These serve modules that can't be captured or whose code doesn't run with
@@ -52,11 +50,9 @@ def scale_calls(
             function is the module or a bound method, and floating tensors have the module's dtype.
         residual: dtype of the residual stream, `native` or `fp32`.
         ranges: `measured`, `bound` or `auto`, as for `rescale_`.
-        verify: run the first call of each group with the exponents, as `try_scaling` does.
 
     Returns:
-        The scaling, for `fold_scaling` and `cast_`. Its `trial` has fp16's and bf16's error if `verify` is
-        set.
+        The scaling, for `fold_scaling` and `cast_`. Its `trial` has fp16's and bf16's error.
 
     Source: an integer program, which HiGHS solves through `scipy.optimize.milp`.
 
@@ -84,7 +80,7 @@ def scale_calls(
             expected="Exponents are found for calls, and hold for calls of the same graph.",
             remedy="Give each group a call: [[(module, args, kwargs)]].",
         )
-    search = _CallSearch(module, kinds, ranges, verify)
+    search = _CallSearch(module, kinds, ranges)
     return take_first(search.list_strategies(residual), left=search.left)
 
 
@@ -101,7 +97,6 @@ class _CallSearch:
     module: torch.nn.Module
     kinds: Sequence[Sequence[PlainCall]]
     ranges: str
-    verify: bool
     left: list[StopReason] = field(default_factory=list)
     captures: Captures = field(default_factory=Captures)
     unsolved: ScalingError | None = None
@@ -140,16 +135,14 @@ class _CallSearch:
 
     def _find_tried(self, stream: ResidualStream | None, what: str) -> Scaling:
         found = self._scale(stream)
-        if self.verify:
-            found = replace(found, trial=try_scaling(self.module, found, self._reference))
+        trial = try_scaling(self.module, found, self._reference)
         why = f"The residual stream {what}: {self.left[0].what}" if self.left else ""
-        return replace(found, note=why)
+        return replace(found, trial=trial, note=why)
 
     def _find_by_hooks(self) -> Scaling:
         calls = [call for kind in self.kinds for call in kind]
         reason = self.unsolved or self._failed(CaptureError, TrialError)[0]
-        reference = (lambda: self._reference) if self.verify else None
-        return scale_by_hooks(self.module, calls, reason, reference)
+        return scale_by_hooks(self.module, calls, reason, lambda: self._reference)
 
     def _scale(self, stream: ResidualStream | None) -> Scaling:
         """Find scale exponents, with whole modules in fp32 if needed.
@@ -161,8 +154,6 @@ class _CallSearch:
             stream: casts that keep the residual stream in fp32; None for none.
         """
         kinds = measure_kinds(self.module, self.kinds, self.captures, stream)
-        if not self.verify:
-            check_underflow(self.module, kinds, stream)
         whole = self._solve(kinds, stream)
         if not whole.fp32_modules:
             return whole
