@@ -255,7 +255,6 @@ def cast_tensor_(tensor: torch.Tensor, dtype: torch.dtype, patches: Patches) -> 
     Cost: undoing compares some of the values, with a host read.
     """
     before = tensor.data
-    tensor.data = cast_tensor(before, dtype)
 
     def undo() -> None:
         try:
@@ -263,7 +262,8 @@ def cast_tensor_(tensor: torch.Tensor, dtype: torch.dtype, patches: Patches) -> 
         except (RuntimeError, TypeError):  # the device is full, or can't compare or hold the dtype
             tensor.data = before
 
-    patches.defer(undo)
+    patches.defer(undo)  # first: a Ctrl-C in between leaves nothing cast
+    tensor.data = cast_tensor(before, dtype)
 
 
 def cast_additions_(module: torch.nn.Module, dtype: torch.dtype, patches: Patches) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stopdown.interception.patches import Patches
+from stopdown.interception import patches as patches_module
+from stopdown.interception.patches import Patches, interrupts_postponed
 
 
 class Thing:
@@ -94,3 +98,49 @@ def test_a_parameter_that_was_cast_meanwhile_is_scaled_back() -> None:
     linear.half()
     patches.undo()
     assert torch.equal(linear.weight, before.half())
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("write", range(1, 5))
+def test_an_interrupt_leaves_no_weight_scaled(
+    monkeypatch: pytest.MonkeyPatch, write: int, is_late: bool
+) -> None:
+    """Ctrl-C while a weight is written: it came before the record of it, or lost it as it was undone."""
+    weights, rewrite, writes = [torch.ones(2), torch.ones(2)], patches_module._rewrite, list[int]()
+
+    def interrupt(*args: Any) -> None:
+        writes.append(len(writes) + 1)
+        if is_late:
+            rewrite(*args)
+        if writes[-1] == write:
+            signal.raise_signal(signal.SIGINT)
+        if not is_late:
+            rewrite(*args)
+
+    monkeypatch.setattr(patches_module, "_rewrite", interrupt)
+
+    def scale() -> None:
+        with Patches() as patches:
+            for weight in weights:
+                patches.scale_tensor(weight, 3)
+
+    with pytest.raises(KeyboardInterrupt):
+        scale()
+    assert [x.tolist() for x in weights] == [[1, 1], [1, 1]]
+    assert len(writes) == (2 if write == 1 else 4)
+
+
+def test_an_interrupt_that_comes_again_and_again_is_not_postponed() -> None:
+    """Whatever waits in vain can be left."""
+    before, passed = signal.getsignal(signal.SIGINT), list[int]()
+
+    def wait() -> None:
+        with interrupts_postponed():
+            for _ in range(9):
+                signal.raise_signal(signal.SIGINT)
+                passed.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    assert len(passed) == 2
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,17 +1,21 @@
 """The undo stack: all changes to pipelines, modules and other objects go through it.
 
 Every change is recorded with the earlier state, including "absent", and undone in reverse order. Undoing
-twice is harmless. The old values of tensors that are changed in place are kept as clones.
+twice is harmless. The old values of tensors that are changed in place are kept as clones. Ctrl-C waits
+until a change is recorded, and until all of them are undone.
 
 Not covered: other code's changes to the same attribute in the meantime, which are overwritten.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import signal
 import threading
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from types import FrameType
 from typing import Any, NoReturn, Self
 
 import torch
@@ -25,6 +29,36 @@ CHANGING = threading.RLock()
 """Held while state that threads share is changed: layers, classes, functions of libraries."""
 
 _ABSENT = object()
+
+_MOST_INTERRUPTS = 3
+"""Ctrl-C this often isn't postponed any longer: something may be waiting in vain."""
+
+
+@contextlib.contextmanager
+def interrupts_postponed() -> Iterator[None]:
+    """Postpone Ctrl-C to the end of the block.
+
+    An interrupt between a write and its record would leave weights scaled for good.
+    """
+    given = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(given):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append((number, frame))
+        if len(came) >= _MOST_INTERRUPTS:
+            given(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        if (now := signal.signal(signal.SIGINT, given)) is not note:
+            signal.signal(signal.SIGINT, now)  # somebody else's since
+        if 0 < len(came) < _MOST_INTERRUPTS:
+            given(*came[0])
 
 
 class Patches:
@@ -68,8 +102,8 @@ class Patches:
     def set_item(self, target: MutableMapping[Any, Any], key: Any, value: object) -> None:
         """Set an entry of a mapping; undoing restores or removes it."""
         before = target.get(key, _ABSENT)
-        target[key] = value
         self._undo.append(lambda: _restore(target, key, before))
+        target[key] = value
 
     def write_tensor(self, target: torch.Tensor, value: torch.Tensor, place: Place = ()) -> None:
         """Overwrite a tensor's values in place, all or those at an index; undoing restores every bit.
@@ -77,8 +111,8 @@ class Patches:
         Cost: a copy of the old values until undone.
         """
         before = _take(target, place).detach().clone()
-        _rewrite(target, value, place)
         self._undo.append(lambda: _rewrite(target, before, place))
+        _rewrite(target, value, place)
 
     def scale_tensor(
         self, target: torch.Tensor, exponent: int | torch.Tensor, place: Place = ()
@@ -94,8 +128,9 @@ class Patches:
         before = _take(target, place).detach()
         scaled = _scale(before, exponent)
         if torch.equal(_scale(scaled, -exponent), before):
-            _rewrite(target, scaled, place)
-            self._undo.append(lambda: _rescale(target, -exponent, place))
+            with interrupts_postponed():
+                _rewrite(target, scaled, place)
+                self._undo.append(lambda: _rescale(target, -exponent, place))
         else:
             self.write_tensor(target, scaled, place)
 
@@ -105,8 +140,10 @@ class Patches:
 
     def undo(self) -> None:
         """Undo every change, newest first. A second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
+        if self._undo:
+            with interrupts_postponed():
+                while self._undo:
+                    self._undo.pop()()
 
     def __len__(self) -> int:
         return len(self._undo)
