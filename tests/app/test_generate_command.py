@@ -330,7 +330,6 @@ def test_the_record_says_what_was_done(run: Any, save_tiny: SaveTiny, out: Path)
         "height": 32,
         "width": 32,
         "guidance": 3.0,
-        "fps": 8.0,
         "strict": False,
         "on_fault": "repair",
         "maxima": False,

@@ -83,10 +83,10 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("generate shapes a --device cuda:١", 2, "The device 'cuda:١' is unknown."),
     ("generate shapes a --steps 0", 2, "--steps 0 is less than 1. Use --steps 1 or more."),
     ("generate shapes a --width -8", 2, "--width -8 is less than 1. Use --width 1 or more."),
-    ("generate shapes a --fps 0", 2, "--fps 0 isn't above 0 and at most 1000. Use --fps 8."),
+    ("generate shapes a --fps 0", 2, "--fps 0 isn't between 0.01 and 1000. Use --fps 8."),
     ("generate shapes a --seed -1", 2, "--seed -1 isn't a seed. .* Use --seed 0."),
     ("generate shapes a --guidance nan", 2, "--guidance nan isn't a number. .* --guidance 6.5."),
-    ("generate shapes a --fps 1e9", 2, r"--fps 1e\+09 isn't above 0 and at most 1000. Use --fps 8."),
+    ("generate shapes a --fps 1e9", 2, r"--fps 1e\+09 isn't between 0.01 and 1000. Use --fps 8."),
     ("generate shapes a --strength 1.5", 2, "--strength 1.5 isn't above 0 and at most 1."),
     (
         "generate shapes a --height 100",
@@ -129,7 +129,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("batch shapes --prompts none.txt -o out", 2, "The prompts file none.txt can't be read: "),
     ("batch shapes --prompts notes.txt -o out --memory 8", 2, "stopdown: --memory 8 has no unit."),
     ("batch shapes --prompts notes.txt -o out --device tpu", 2, "stopdown: The device 'tpu' is"),
-    ("batch shapes --prompts notes.txt -o out --fps 1e9", 2, r"--fps 1e\+09 isn't above 0 and at"),
+    ("batch shapes --prompts notes.txt -o out --fps 1e9", 2, r"--fps 1e\+09 isn't between 0.01 and"),
     ("batch shapes --prompts notes.txt -o out --workers 0", 2, "--workers 0 isn't above 0."),
     ("batch shapes --prompts notes.txt -o out --steps 0", 2, "Line 1 of the prompts notes.txt: --st"),
     # outputs

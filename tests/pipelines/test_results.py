@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import av
 import diffusers
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from stopdown.pipelines.requests import Request
 from stopdown.pipelines.results import (
     check_format,
     choose_suffix,
+    find_frame_rate,
     find_output_kind,
     find_sound_rate,
     read_frames,
@@ -287,6 +289,39 @@ def test_a_track_is_read_beside_its_frames() -> None:
     del pipe.vocoder, pipe.audio_vae
     with pytest.raises(OptionError, match="P doesn't say how many samples a second of its sound"):
         find_sound_rate(pipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "rate"),
+    [
+        ("LTXPipeline", {}, 25),
+        ("LTXPipeline", {"frame_rate": 12}, 12),
+        ("StableVideoDiffusionPipeline", {}, 7),
+        ("WanPipeline", {}, 16),
+        ("HunyuanVideoPipeline", {}, 15),
+        ("CogVideoXPipeline", {}, 8),
+        ("AnimateDiffPipeline", {}, None),
+        ("StableDiffusionPipeline", {}, None),
+    ],
+)
+def test_a_video_is_made_for_a_frame_rate(
+    name: str, arguments: dict[str, Any], rate: float | None
+) -> None:
+    """It's that of the call, of its default, or of Diffusers' example for the class."""
+    assert find_frame_rate(getattr(diffusers, name), arguments) == rate
+
+
+@pytest.mark.parametrize(("words", "rate"), [((), 16), (("--fps", 12), 12)])
+def test_a_video_plays_at_the_rate_that_it_was_made_for(
+    run: Run, save_tiny: Callable[..., Path], here: Path, words: tuple[Any, ...], rate: int
+) -> None:
+    """A Wan's is 16 frames per second, where each video had 8, half its speed; --fps sets another."""
+    code, _, err = run(
+        "generate", save_tiny("wan"), "a", "--frames", 5, *SMALL, *words, "-o", "clip.mp4"
+    )
+    assert code == 0, err
+    with av.open(str(here / "clip.mp4")) as file:
+        assert file.streams.video[0].average_rate == rate
 
 
 def test_the_rate_is_that_of_the_decoder() -> None:

@@ -102,7 +102,7 @@ class BatchOptions(RunOptions, ModelOptions):
     seed: Annotated[int, typer.Option(help="Seed for items that don't set one.")] = field(
         default=0, kw_only=True
     )
-    fps: RateOption = 8.0
+    fps: RateOption = None
     format: Annotated[
         Literal["mp4", "webm", "gif", "png", "jpg", "webp", "wav", "flac"] | None,
         typer.Option(

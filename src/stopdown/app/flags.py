@@ -158,7 +158,13 @@ PrecisionOption = Annotated[
         "such as transformer=bf16,vae.decode=fp32; or a plan file, such as plan.json."
     ),
 ]
-RateOption = Annotated[float, typer.Option(help="Frame rate of the video, in frames per second.")]
+RateOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Frame rate of the video, in frames per second. By default that for which the pipeline makes "
+        "its videos, or 8."
+    ),
+]
 DeviceOption = Annotated[str, typer.Option(help="auto, cuda, cuda:1, mps or cpu.")]
 StrictOption = Annotated[
     bool,

@@ -120,7 +120,7 @@ class GenerateOptions(RunOptions, ModelOptions):
         int,
         typer.Option(help="Number of outputs, in numbered files; each uses the next seed."),
     ] = 1
-    fps: RateOption = 8.0
+    fps: RateOption = None
     strict: StrictOption = False
     on_fault: Annotated[
         Literal["repair", "raise"],

@@ -151,12 +151,12 @@ def refuse_unknown_device(device: str | None, *, takes_profile: bool = False) ->
     )
 
 
-_MOST_FPS = 1000.0
+_LEAST_FPS, _MOST_FPS = 0.01, 1000.0
 
 
-def check_rate(fps: float) -> None:
-    """Refuse frames per second that are not above 0, or above the limit of video files."""
-    if not 0 < fps <= _MOST_FPS:  # NaN is neither
+def check_rate(fps: float | None) -> None:
+    """Refuse frames per second beyond the limits of video files; a gif shows a frame for 655 s at most."""
+    if fps is not None and not _LEAST_FPS <= fps <= _MOST_FPS:  # NaN is neither
         raise OptionError(
-            f"--fps {fps:g} isn't above 0 and at most {_MOST_FPS:g}.", remedy="Use --fps 8."
+            f"--fps {fps:g} isn't between {_LEAST_FPS:g} and {_MOST_FPS:g}.", remedy="Use --fps 8."
         )

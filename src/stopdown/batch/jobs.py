@@ -43,7 +43,7 @@ class Settings:
         output: folder of the outputs.
         precision: as for `--precision`.
         device: as for `choose_device`; the plan is made for it.
-        fps: frames per second of the files.
+        fps: frames per second of the files; None for those of the pipeline.
         suffix: suffix of the outputs; "" for `.mp4` for videos, `.png` for pictures and `.wav` for sound.
         journal: folder for journals of unfinished items; None to write none.
         lora: LoRA files that every worker can read, each with its weight: `style.safetensors:0.8`.
@@ -58,7 +58,7 @@ class Settings:
     config: str | None = None
     precision: str = "auto"
     device: str = "auto"
-    fps: float = 8.0
+    fps: float | None = None
     suffix: str = ""
     on_fault: OnFault = "repair"
     journal: str | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ class Result:
         frames: `[T, H, W, 3]` floating in [0, 1] (NaN possible); None for sound alone.
         samples: `[channels, samples]` or `[samples]` floating; None without sound.
         rate: samples per second; 0 without sound.
-        fps: frames per second at which the frames match the sound; None without either.
+        fps: frames per second for which they were made: those that match the sound, else those of
+            `find_frame_rate`; None if the pipeline states none.
     """
 
     frames: np.ndarray[Any, Any] | None
@@ -143,9 +145,9 @@ def read_result(pipe: Any, arguments: Mapping[str, Any], output: Any) -> Result:
         return Result(None, _to_array(alone[0]), find_sound_rate(pipe))
     frames, track = read_frames(output), _take(output, _TRACK)
     if track is None:
-        return Result(frames)
+        return Result(frames, fps=find_frame_rate(type(pipe), arguments))
     samples, rate = _to_array(track[0]), find_sound_rate(pipe)
-    fps = _find_fps(pipe, arguments) or len(frames) * rate / max(1, samples.shape[-1])
+    fps = _read_rate(type(pipe), arguments) or len(frames) * rate / max(1, samples.shape[-1])
     return Result(frames, samples, rate, fps)
 
 
@@ -175,9 +177,22 @@ def iterate_sounds(output: Any) -> Iterator[np.ndarray[Any, Any]]:
             yield samples
 
 
-def _find_fps(pipe: Any, arguments: Mapping[str, Any]) -> float | None:
+def find_frame_rate(pipeline_class: type, arguments: Mapping[str, Any]) -> float | None:
+    """Return the frames per second for which a pipeline makes a video; None if it states none.
+
+    It is the rate that the call is given or has as a default (LTX, SVD), else that of the example in the
+    call's docstring (Wan, HunyuanVideo).
+    """
+    found = _EXAMPLE_RATE.search(inspect.getdoc(pipeline_class.__call__) or "")
+    return _read_rate(pipeline_class, arguments) or (float(found[1]) if found else None)
+
+
+_EXAMPLE_RATE = re.compile(r"export_to_video\(.*\bfps=(\d+)")
+
+
+def _read_rate(pipeline_class: type, arguments: Mapping[str, Any]) -> float | None:
     """Return the frames per second in a call's arguments or their defaults; None if there are none."""
-    taken = inspect.signature(type(pipe).__call__).parameters
+    taken = inspect.signature(pipeline_class.__call__).parameters
     for name in ("frame_rate", "fps"):
         given = arguments.get(name) or (taken[name].default if name in taken else None)
         if isinstance(given, (int, float)) and given > 0:

@@ -65,7 +65,7 @@ class RunResult:
         updated: the plan updated with the repairs; None without a plan or repairs.
         elapsed_s: seconds of the run.
         sound: that a pipeline generated; None without any.
-        fps: frame rate that the sound was generated for; None without frames and sound.
+        fps: frame rate for which a pipeline made its frames; None if it states none.
     """
 
     output: Any
@@ -84,20 +84,24 @@ class RunResult:
         return stages_s
 
 
+DEFAULT_FPS = 8.0
+"""Frame rate of a video whose pipeline states none."""
+
+
 @dataclass(frozen=True)
 class RunOutput:
     """Where and how a run's frames and sound are to be written.
 
     Attributes:
         output: path of the file; the caller writes the record.
-        fps: frame rate of a video.
+        fps: frame rate of a video; None for that of the pipeline, or `DEFAULT_FPS` if it states none.
         started: start of the run, by `time.perf_counter`.
         fields: further fields of the record, among them `request`.
         numbered: replace nothing; append the first free number to the name instead.
     """
 
     output: str
-    fps: float
+    fps: float | None
     started: float
     fields: Mapping[str, Any]
     numbered: bool = False
@@ -309,12 +313,13 @@ def write_result(
     The record of a replaced file is removed. If the file's format can't store the sound, or another frame
     rate is used, that is announced.
     """
-    frames, sound, fps = made.output, made.sound, made.fps or wanted.fps
+    frames, sound = made.output, made.sound
+    fps = (wanted.fps if sound is None else None) or made.fps or DEFAULT_FPS
     kind = Path(wanted.output).suffix.lower()
     if frames is not None and sound is not None:
         if kind and kind not in TRACKS:
             announce(f"A {kind} file holds no sound: use {TRACKS[0]} to keep it.")
-        elif fps != wanted.fps:
+        elif wanted.fps not in (None, fps):
             announce(f"The video has {fps:g} frames per second, which its sound was made for.")
     written = write_media(wanted.output, frames, fps, sound=sound, numbered=wanted.numbered)
     record = find_record_path(written)
