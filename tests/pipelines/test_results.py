@@ -92,6 +92,31 @@ def test_one_frame_is_a_picture() -> None:
     assert suffixes == [".mp4", ".png", ".mp4"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_images_per_prompt": 2}, "there are 2 frames to write"),
+        ({"num_images_per_prompt": 2, "prompt": ["a", "b"]}, "there are 4 frames to write"),
+        ({"prompt": ["a", "b"]}, "there are 2 frames to write"),
+    ],
+)
+def test_several_pictures_are_no_single_file(arguments: dict[str, Any], message: str) -> None:
+    """They were refused after the run, which was lost; a folder holds them."""
+    kind = diffusers.StableDiffusionPipeline
+    with pytest.raises(OptionError, match=message):
+        check_format(kind, Request("a", arguments=arguments), "a.png")
+    check_format(kind, Request("a", arguments=arguments), "a/")
+    check_format(kind, Request("a", arguments={"num_images_per_prompt": 1}), "a.png")
+
+
+def test_several_videos_at_a_time_are_refused() -> None:
+    """One of them was written, and the others were lost without a word."""
+    kind = diffusers.CogVideoXPipeline
+    with pytest.raises(OptionError, match="num_videos_per_prompt=2 at a time. One of them is"):
+        check_format(kind, Request("a", arguments={"num_videos_per_prompt": 2}), "a.mp4")
+    check_format(kind, Request("a", arguments={"num_videos_per_prompt": 1}), "a.mp4")
+
+
 def test_a_pipeline_without_output_is_refused() -> None:
     """Embeddings are no picture: what the result has is named."""
     with pytest.raises(OptionError) as caught:

@@ -107,20 +107,40 @@ def check_format(pipeline_class: type, request: Request, output: str) -> None:
             "stopdown.load(SOURCE).",
         )
     if kind == "video":
+        _refuse_several_videos(pipeline_class, request)
         frames = request.frames or (2 if Path(output).suffix.lower() in SOUNDS else None)
     else:
-        frames = int(kind == "picture")
+        frames = _count_pictures(request.arguments) if kind == "picture" else 0
     choose_format(output, frames)
 
 
+def _count_pictures(arguments: Mapping[str, Any]) -> int:
+    """Return how many pictures a call with these arguments makes: those for each prompt, of all prompts."""
+    prompts, each = arguments.get("prompt"), arguments.get("num_images_per_prompt")
+    return (each or 1) * (len(prompts) if isinstance(prompts, list) else 1)
+
+
+def _refuse_several_videos(pipeline_class: type, request: Request) -> None:
+    """Refuse a request for several videos at a time, of which only the first would be written."""
+    asked = request.arguments.get("num_videos_per_prompt")
+    if asked not in (None, 1):
+        raise OptionError(
+            f"{pipeline_class.__name__} was asked for num_videos_per_prompt={asked} at a time.",
+            expected="One of them is written for each prompt.",
+            remedy="Leave num_videos_per_prompt out, and make each video with a seed of its own.",
+        )
+
+
 def count_frames(pipe: Any, arguments: Mapping[str, Any]) -> int | None:
-    """Return the number of frames that a call will make; 0 for sound alone, None if unknown."""
+    """Return the number of frames or pictures that a call will make; 0 for sound, None if unknown."""
     pipeline_class = type(pipe)
     kind = find_output_kind(pipeline_class)
     if kind == "sound":
         return 0
+    if kind == "picture":
+        return _count_pictures(arguments)
     is_told = any(find_pipeline_argument(name, pipeline_class) for name in ("frames", "video"))
-    return find_frames(pipe, dict(arguments)) if is_told or kind != "video" else None
+    return find_frames(pipe, dict(arguments)) if is_told else None
 
 
 def read_frames(output: Any) -> np.ndarray[Any, Any]:
