@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -301,6 +302,38 @@ def test_folders_that_are_no_clip_say_why(tmp_path: Path) -> None:
     Image.new("RGB", (4, 6)).save(tmp_path / "b.png")
     with pytest.raises(InputError, match=r"differ in size: \(4, 4\) and \(6, 4\)"):
         read_video(tmp_path)
+
+
+@pytest.mark.parametrize("degrees", [0, 90, 180, 270])
+def test_a_video_is_turned_as_its_file_says(degrees: int, tmp_path: Path) -> None:
+    """A phone that is held upright stores its pictures lying, with a matrix that turns them clockwise."""
+    clip = draw_clip()
+    write_media(tmp_path / "clip.mp4", np.rot90(clip, degrees // 90, axes=(1, 2)))
+    content = bytearray((tmp_path / "clip.mp4").read_bytes())
+    at = content.index(b"tkhd") + 4 + 40  # the matrix of its track
+    right = {0: (1, 0, 0, 1), 90: (0, 1, -1, 0), 180: (-1, 0, 0, -1), 270: (0, -1, 1, 0)}[degrees]
+    a, b, c, d = (65536 * x for x in right)
+    content[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 2**30)
+    (tmp_path / "turned.mp4").write_bytes(content)
+    found = read_video(tmp_path / "turned.mp4")
+    assert found.shape == clip.shape
+    assert np.abs(found.astype(int) - clip).mean() < 3
+
+
+def test_frames_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    """By their text `10.png` would come before `2.png`; what macOS adds beside a file is no frame."""
+    for number in (1, 2, 10):
+        Image.new("RGB", (4, 4), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    (tmp_path / "._1.png").write_bytes(b"of macOS")
+    assert read_video(tmp_path)[:, 0, 0, 0].tolist() == [1, 2, 10]
+
+
+@pytest.mark.parametrize("kind", ["float32", "int32"])
+def test_a_picture_without_a_known_range_is_refused(kind: str, tmp_path: Path) -> None:
+    """A depth map of 0 to 1 became black, and one of 0 to 65535 white, without a word."""
+    Image.fromarray(np.linspace(0, 1, 64).reshape(8, 8).astype(kind)).save(tmp_path / "depth.tif")
+    with pytest.raises(InputError, match=r"depth.tif can't be read .* its values have 32 bits"):
+        read_image(tmp_path / "depth.tif")
 
 
 @pytest.mark.parametrize("name", ["one.png", "clip.mp4", "clip.gif"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -393,6 +394,10 @@ def _refuse_large(source: Path, width: int, height: int) -> None:
 def _lay_on_white(picture: Image.Image) -> Image.Image:
     from PIL import Image
 
+    if picture.mode in ("F", "I"):  # convert() would make them black or white
+        raise ValueError(
+            f"its values have 32 bits (mode {picture.mode}), with no range that is known"
+        )
     if picture.mode.startswith("I;16"):  # convert() would clip 16 bits at 255
         return picture.point(lambda value: value / 256, "L").convert("RGB")
     if picture.has_transparency_data:
@@ -402,10 +407,11 @@ def _lay_on_white(picture: Image.Image) -> Image.Image:
 
 
 def read_video(path: str | os.PathLike[str], limit: int | None = None) -> Frames:
-    """Read the frames of a clip, `[T, H, W, 3]` uint8.
+    """Read the frames of a clip, `[T, H, W, 3]` uint8, turned as its file says.
 
     Args:
-        path: a video file, a gif, a picture (one frame), or a folder of png files.
+        path: a video file, a gif, a picture (one frame), or a folder of png files, in the order of the
+            numbers in their names.
         limit: maximum number of frames to read; None for all.
 
     Raises:
@@ -464,13 +470,15 @@ def _decode(source: Path) -> Iterator[Frames]:
             _refuse_large(source, context.width, context.height)
             context.options = {"max_pixels": str(LARGEST_PICTURE)}
             for frame in container.decode(video=0):
-                yield np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
+                turns = round(frame.rotation / 90)  # of a phone that was held upright
+                pixels = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
+                yield np.ascontiguousarray(np.rot90(pixels, turns))
     except (av.FFmpegError, IndexError, ValueError) as error:
         raise _refuse_video(source, _first_line(error)) from error
 
 
 def _iterate_folder(folder: Path) -> Iterator[Frames]:
-    paths = sorted(folder.glob("*.png"))
+    paths = sorted(folder.glob("[!.]*.png"), key=_split_numbers)
     if not paths:
         raise InputError(
             f"The folder {folder} holds no png files.",
@@ -478,6 +486,12 @@ def _iterate_folder(folder: Path) -> Iterator[Frames]:
             remedy=f"Look with: ls {folder}",
         )
     yield from map(read_image, paths)
+
+
+def _split_numbers(path: Path) -> list[tuple[int, str]]:
+    """Return a sort key by which `2.png` comes before `10.png`: the parts of a name, as numbers or text."""
+    parts = re.findall(r"[0-9]+|[^0-9]+", path.name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def _require_file(path: str | os.PathLike[str]) -> Path:
