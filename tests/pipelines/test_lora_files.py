@@ -42,7 +42,7 @@ from stopdown.checkpoints import lora_files
 from stopdown.checkpoints.convert import convert
 from stopdown.checkpoints.lora_files import convert_lora
 from stopdown.component_calls.components import find_components
-from stopdown.errors import OptionError
+from stopdown.errors import OptionError, OutputError
 from stopdown.fold_names import split_fold_name as split_fold
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.requests import Request
@@ -324,6 +324,24 @@ def test_columns_of_a_dora_are_refused(tmp_path: Path) -> None:
     ):
         convert_lora(*paths)
     assert not paths[1].exists()
+
+
+@pytest.mark.parametrize("replaced", ["model", "base"])
+def test_a_lora_replaces_only_what_convert_wrote(tmp_path: Path, replaced: str) -> None:
+    """Neither the converted model that is its plan nor other weights, even with leave to replace."""
+    write_converted(tmp_path / "model.safetensors")
+    lora = {f"diffusion_model.plain.{x}": y for x, y in draw_parts("lora", WIDTH, WIDTH).items()}
+    for name, tensors in (("lora", lora), ("base", {"a": torch.ones(2)})):
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    paths = {x: tmp_path / f"{x}.safetensors" for x in ("lora", "model", "base", "out")}
+    before = paths[replaced].read_bytes()
+    with pytest.raises(OutputError, match=r"file that (this run reads|convert didn't write)"):
+        convert_lora(paths["lora"], paths[replaced], paths["model"], overwrite=True)
+    assert paths[replaced].read_bytes() == before
+    for _ in range(2):
+        convert_lora(paths["lora"], paths["out"], paths["model"], overwrite=True)
+    with pytest.raises(OutputError, match=r"out\.safetensors already exists"):
+        convert_lora(paths["lora"], paths["out"], paths["model"])
 
 
 @pytest.mark.parametrize(

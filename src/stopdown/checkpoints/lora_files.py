@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from stopdown.adapter_exponents import find_part_exponents
 from stopdown.checkpoints.cards import MARK, list_entries
 from stopdown.checkpoints.file_exponents import describe_rest
+from stopdown.checkpoints.output_places import describe_other_file, list_files_below
 from stopdown.devices.environment import read_version
 from stopdown.errors import OptionError, OutputError, ScalingError, SourceError
 from stopdown.files.outputs import check_target, written_beside
@@ -109,7 +110,7 @@ def convert_lora(
         output: the new file.
         plan: the converted model, a folder or a file; or the plan with which it was converted, if the
             original is still at the path that the plan names.
-        overwrite: whether to replace an existing file.
+        overwrite: whether to replace a file that `convert` wrote.
 
     Raises:
         OptionError: some layers cannot be scaled exactly (all are named), or the LoRA is already converted.
@@ -128,7 +129,10 @@ def convert_lora(
             expected="A LoRA is written as one file.",
             remedy=f"Use {target.with_suffix('.safetensors')}.",
         )
-    check_target(target, option="as OUT", force=overwrite, inputs=[path])
+    read = [path] if isinstance(plan, Plan) else [path, *list_files_below(Path(plan))]
+    check_target(
+        target, option="as OUT", replaces=describe_other_file, force=overwrite, inputs=read
+    )
     weights = read_weights(plan)
     tensors = load_file(path)
     written, changed = _scale_all(path, _rename(tensors, weights), weights)
@@ -136,7 +140,7 @@ def convert_lora(
     entries[RESCALED_ENTRY] = (
         f"LoRA for weights that are multiplied by powers of two ({weights.seal})"
     )
-    with written_beside(target, option="as OUT", replaces=lambda _: "") as part:
+    with written_beside(target, option="as OUT", replaces=describe_other_file) as part:
         save_file(written, part, metadata={**metadata, **entries})
     return Conversion(
         source=str(lora),

@@ -159,7 +159,7 @@ def _refuse_nested(source: Source, target: Path, plan: str | Path | None) -> Non
             expected="The output must not contain what is read.",
             remedy="Give another place.",
         )
-    read = [*_list_files(source.path), *([Path(plan)] if plan is not None else [])]
+    read = [*list_files_below(source.path), *([Path(plan)] if plan is not None else [])]
     for path in read:
         if Path(os.path.realpath(path)).is_relative_to(place):
             raise OutputError(
@@ -169,7 +169,7 @@ def _refuse_nested(source: Source, target: Path, plan: str | Path | None) -> Non
             )
 
 
-def _list_files(path: Path) -> list[Path]:
+def list_files_below(path: Path) -> list[Path]:
     """List all files of a folder, following links, or just the file itself."""
     if not path.is_dir():
         return [path]
