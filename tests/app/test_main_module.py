@@ -7,10 +7,23 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from stopdown.app.main_module import wait_for_threads
+from stopdown.app.main_module import as_main, execute, find_start, wait_for_threads
+
+
+def test_a_script_finds_itself_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python gives it an absolute path, and the words as they were typed."""
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text("import os, sys; os.chdir('/'); print(__file__, sys.argv)")
+    start = find_start("script.py", is_module=False)
+    with as_main("script.py", ("a",), is_module=False):
+        assert execute(start) == (0, None)
+    assert capsys.readouterr().out == f"{tmp_path / 'script.py'} ['script.py', 'a']\n"
 
 
 def answer() -> int:

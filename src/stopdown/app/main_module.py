@@ -72,10 +72,11 @@ def _run_module(spec: ModuleSpec) -> None:
     )
 
 
-def _run_file(path: str) -> None:
+def _run_file(target: str) -> None:
+    path = str(Path(target).absolute())  # a script that changes the folder still finds itself
     code = _compile(path)
     if code is None:  # a folder, an archive or compiled code
-        runpy.run_path(path, run_name="__main__")
+        runpy.run_path(target, run_name="__main__")
         return
     _run(code, __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
 
