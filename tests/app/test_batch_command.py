@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from stopdown.app.batch_command import BatchOptions, _place_media, batch
 from stopdown.app.display import Display
 from stopdown.batch import jobs, prompts
 from stopdown.batch.prompts import Item
+from stopdown.devices.device_choice import Device
+from stopdown.errors import OptionError
 from stopdown.records import Plan
 from stopdown.sources.sources import resolve_source
 
@@ -39,6 +42,26 @@ def test_prompts_come_from_the_command_as_well(run: Run, tiny: str) -> None:
     code, _, err = run("batch", tiny, *folder)
     assert (code, "No prompts were given. " in err) == (2, True)
     assert f"Give them: stopdown batch {tiny} --prompts prompts.txt." in err
+
+
+def test_a_card_without_kernels_gets_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A display card that is too old for this PyTorch ended the batch beside a card that isn't."""
+    none = OptionError("This PyTorch has no kernels for cuda:1.")
+    cards = [
+        Device("cuda", 0, "V100", (7, 0), 2**34),
+        Device("cuda", 1, "K620", (5, 0), 2**31, missing=none),
+        Device("cuda", 2, "V100", (7, 0), 2**34),
+    ]
+    monkeypatch.setattr(batch_command, "list_devices", lambda: cards)
+    monkeypatch.setattr(batch_command, "choose_device", lambda name: cards[0])
+    begun: list[list[str]] = []
+    monkeypatch.setattr(
+        "stopdown.batch.pools.Processes", lambda job, devices: begun.append(devices)
+    )
+    prepared: Any = SimpleNamespace(job=None)
+    state: Any = SimpleNamespace(display=Display())
+    batch_command._open_pool(BatchOptions("shapes", "out"), prepared, state)
+    assert begun == [["cuda:0", "cuda:2"]]
 
 
 def test_all_missing_inputs_are_named_at_once(run: Run, save_tiny: Callable[..., Path]) -> None:

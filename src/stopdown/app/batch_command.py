@@ -365,7 +365,7 @@ def _open_pool(
 ) -> Pool:
     """Return the pool of workers: this process for a single worker, else one process for each.
 
-    `--device auto` uses all CUDA devices.
+    `--device auto` uses all CUDA devices for which this PyTorch has kernels.
     """
     from stopdown.batch.pools import InProcess, Processes
     from stopdown.runtime.session import tell_calls
@@ -373,7 +373,8 @@ def _open_pool(
     chosen = choose_device(options.device)
     names = [chosen.torch_name]
     if options.device == "auto" and chosen.type == "cuda":
-        names = [device.torch_name for device in list_devices() if device.type == "cuda"]
+        usable = [device for device in list_devices() if device.missing is None]
+        names = [device.torch_name for device in usable if device.type == "cuda"]
     count = options.workers or len(names)
     devices = [names[number % len(names)] for number in range(count)]
     if len(devices) == 1:
