@@ -48,6 +48,15 @@ def test_three_kinds_of_files_hold_the_same_items(tmp_path: Path) -> None:
     assert lines[0].make_request().seed == 3
 
 
+def test_only_a_line_break_ends_a_prompt(tmp_path: Path) -> None:
+    """Signs of other alphabets and forms of text that Python takes for line breaks stay in their prompt."""
+    strange = "a cat\u2028in a hat\u2029at\x85home"
+    text = read_items(write(tmp_path, "a.txt", f"{strange}\r\na dog\n"))
+    lines = read_items(write(tmp_path, "a.jsonl", f'{{"prompt": "{strange}"}}\n'))
+    assert [(x.line, x.prompt) for x in text] == [(1, strange), (2, "a dog")]
+    assert [(x.line, x.prompt) for x in lines] == [(1, strange)]
+
+
 def test_prompts_of_the_command_come_after_those_of_the_file(tmp_path: Path) -> None:
     """They are numbered on; without any of them there is nothing to do."""
     given = write(tmp_path, "a.txt", "\none\n")

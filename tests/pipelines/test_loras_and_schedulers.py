@@ -57,6 +57,21 @@ def test_a_scheduler_is_found_in_any_spelling(name: str) -> None:
     assert find_scheduler(name) == "EulerDiscreteScheduler"
 
 
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("Euler", "EulerDiscreteScheduler"),
+        ("unipc", "UniPCMultistepScheduler"),
+        ("DPMSolver", "DPMSolverMultistepScheduler"),
+        ("EulerAncestral", "EulerAncestralDiscreteScheduler"),
+        ("DDIM", "DDIMScheduler"),
+    ],
+)
+def test_a_scheduler_has_the_name_that_people_use(name: str, found: str) -> None:
+    """The option's own help says `Euler`, which was refused."""
+    assert find_scheduler(name) == found
+
+
 def test_an_unknown_scheduler_has_the_nearest() -> None:
     """The remedy has one that there is."""
     with pytest.raises(OptionError) as caught:

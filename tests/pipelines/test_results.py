@@ -112,7 +112,7 @@ def test_several_pictures_are_no_single_file(arguments: dict[str, Any], message:
 def test_several_videos_at_a_time_are_refused() -> None:
     """One of them was written, and the others were lost without a word."""
     kind = diffusers.CogVideoXPipeline
-    with pytest.raises(OptionError, match="num_videos_per_prompt=2 at a time. One of them is"):
+    with pytest.raises(OptionError, match=r"num_videos_per_prompt=2 at a time\. One of them"):
         check_format(kind, Request("a", arguments={"num_videos_per_prompt": 2}), "a.mp4")
     check_format(kind, Request("a", arguments={"num_videos_per_prompt": 1}), "a.mp4")
 

@@ -122,7 +122,7 @@ def _read_file(given: str) -> list[Item]:
     elif kind in (".jsonl", ".ndjson") or (given == "-" and text.startswith("{")):
         items = list(_read_json_lines(given, text))
     else:
-        lines = enumerate(text.splitlines(), 1)
+        lines = enumerate(_split_lines(text), 1)
         items = [_read_line(given, n, {"prompt": x.strip()}) for n, x in lines if x.strip()]
     if not items:
         raise InputError(
@@ -138,6 +138,11 @@ def _read_file(given: str) -> list[Item]:
         )
     _refuse_repeated_names(given, items)
     return items
+
+
+def _split_lines(text: str) -> list[str]:
+    """Split a text at line breaks alone, as editors do; `splitlines` also splits at U+2028 and others."""
+    return re.split("\r\n|\r|\n", text)
 
 
 def find_text_fault(text: str) -> str:
@@ -176,7 +181,7 @@ def _read_bytes(given: str) -> bytes:
 
 
 def _read_json_lines(given: str, text: str) -> Iterator[Item]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(_split_lines(text), 1):
         if not line.strip():
             continue
         try:

@@ -91,12 +91,16 @@ def parse_lora(text: str) -> tuple[str, float]:
 
 
 def find_scheduler(name: str) -> str:
-    """Return the class name of a scheduler, given in any case, with or without `Scheduler`."""
+    """Return the class name of a scheduler, given in any case and without endings that tell none apart.
+
+    `Euler` is `EulerDiscreteScheduler`, and `UniPC` is `UniPCMultistepScheduler`.
+    """
     known = list_library_classes("Scheduler")
     asked = name.strip().lower().removesuffix("scheduler")
-    for found in known:
-        if found.lower().removesuffix("scheduler") == asked:
-            return found
+    for endings in ("", "(discrete|multistep)"):
+        named = re.compile(f"{re.escape(asked)}{endings}scheduler", re.IGNORECASE)
+        if len(found := list(filter(named.fullmatch, known))) == 1:
+            return found[0]
     short = {known_name.removesuffix("Scheduler"): known_name for known_name in known}
     lower = {key.lower(): key for key in short}
     near = [lower[x] for x in difflib.get_close_matches(asked, lower, n=5, cutoff=0.3)]
