@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from models.encoder_models import MASKS, make_call
@@ -126,3 +127,14 @@ def test_a_scaling_with_a_name_that_is_missing_changes_nothing(kind: str, put: A
     module, scaling = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), Scaling(**MISSING[kind])
     with assert_untouched(module), pytest.raises(ScalingError, match=r"Sequential has no .*absent"):
         put(module, torch.float16, scaling)
+
+
+def test_what_stays_in_fp32_does_so_inside_of_an_adapter() -> None:
+    """A plan that is put on again after a LoRA was loaded: the layer got fp32 inputs and fp16 weights."""
+    module = nn.ModuleDict({"embed": nn.Linear(4, 4), "out": nn.Linear(4, 4)})
+    inject_adapter_in_model(LoraConfig(target_modules=["embed"]), module)
+    stream = ResidualStream((), (), cast_input_up=("embed",), kept=("embed.weight", "embed.bias"))
+    with cast_(module, torch.float16, Scaling(stream=stream)):
+        layer: Any = module["embed"].get_base_layer()  # type: ignore[operator]
+        assert {layer.weight.dtype, layer.bias.dtype} == {torch.float32}
+        assert module["out"].weight.dtype == torch.float16

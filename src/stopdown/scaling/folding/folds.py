@@ -526,13 +526,12 @@ def _cast_parts(
     _refuse_missing(module, given)
     fp32_modules, named, stream = given.fp32_modules, given.kept_buffers, given.stream
     kept = find_kept_buffers(module) if named is None else frozenset(named)
-    wide = _list_wide(given)
     before = list_own_dtypes(module)
     named_tensors = {} if casts_weights(module) else name_parameters(module)
+    stays, left = _find_wide(given), {*map(unwrap_name, kept)}
     for name, tensor in named_tensors.items():
-        if tensor.is_floating_point() and name not in kept:
-            wanted = torch.float32 if name in wide or is_inside(name, *fp32_modules) else dtype
-            cast_weight(tensor, wanted)
+        if tensor.is_floating_point() and unwrap_name(name) not in left:
+            cast_weight(tensor, torch.float32 if stays(name) else dtype)
     if named_tensors:
         set_own_dtypes(module, before, dtype, patches)
     if keeps_fp32(given) or given.operands:
@@ -550,6 +549,13 @@ def _cast_parts(
             hook = _narrow_outputs if path else _narrow_what_fits
             staying = frozenset[int]() if path else wide_outputs
             _hook_output(module, path, partial(hook, staying, dtype), patches)
+
+
+def _find_wide(scaling: Scaling) -> Callable[[str], bool]:
+    """Return a function of a name: whether that tensor stays in fp32, also inside of an adapter's layer."""
+    single, modules = map(unwrap_name, _list_wide(scaling)), map(unwrap_name, scaling.fp32_modules)
+    names, paths = frozenset(single), tuple(modules)
+    return lambda name: unwrap_name(name) in names or is_inside(unwrap_name(name), *paths)
 
 
 def _refuse_missing(module: torch.nn.Module, scaling: Scaling) -> None:
