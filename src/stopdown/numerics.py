@@ -234,11 +234,6 @@ def is_readable(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.element_size() > 1 and has_values(tensor)
 
 
-def count_writes(tensor: torch.Tensor) -> int | None:
-    """Return PyTorch's version counter of a tensor; None for inference tensors, which have none."""
-    return None if tensor.is_inference() else tensor._version
-
-
 @without_autocast()
 def bound_values(
     tensors: list[torch.Tensor], known: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, deque
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -149,3 +151,86 @@ def test_fp32_layers_of_an_autoencoder_that_remembers(make: Any) -> None:
         assert compare_snapshot(before, module) == []
         assert frames.shape == reference.shape
         assert (frames.float() - reference).abs().max() < 0.05 * reference.abs().max()
+
+
+class Storing(nn.Module):
+    """Writes what it computes into a cache of fixed size, as AnyFlow and a `StaticCache` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(2, 2, bias=False).requires_grad_(False)
+        self.proj.weight.copy_(2 * torch.eye(2))
+
+    def forward(self, x: torch.Tensor, cache: Any, place: int = 0) -> torch.Tensor:
+        found = cache["k"] if isinstance(cache, dict) else getattr(cache, "k", cache)
+        found[place] = self.proj(x)
+        return found.sum(0)
+
+
+CACHES = {
+    "tensor": lambda k: k,
+    "mapping": lambda k: {"k": k},
+    "object": lambda k: SimpleNamespace(k=k),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_what_is_written_into_a_cast_tensor_is_the_callers(kind: str, is_inference: bool) -> None:
+    """A cache that the caller has in another format is filled, and none of its other values is rounded."""
+    module = Storing().half()
+    with Patches() as patches, torch.inference_mode(is_inference):
+        put_cast(Callee("unet", module, "forward", "denoise"), NARROW, patches)
+        written, beside = torch.zeros(3, 2), torch.tensor([[1e-9, 1.0]])
+        cache = CACHES[kind](written)
+        for place in range(2):
+            found = module(torch.ones(1, 2) + beside, cache, place)
+    assert written.tolist() == [[2.0, 4.0], [2.0, 4.0], [0.0, 0.0]]
+    assert found.tolist() == [4.0, 8.0]
+    assert beside.tolist() == torch.tensor([[1e-9, 1.0]]).tolist()
+
+
+def test_what_an_fp32_layer_writes_into_its_input_stays() -> None:
+    """An activation in place changes the tensor that its caller goes on with."""
+
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU(inplace=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            self.act(y)
+            return y
+
+    module, patches = InPlace(), Patches()
+    with patches:
+        hook_arguments(module.act, lambda x: x.float(), patches)
+        assert module(torch.tensor([-1.0, 1.0]).half()).tolist() == [0.0, 2.0]
+
+
+def test_the_lists_of_two_threads_are_kept_apart() -> None:
+    """The thread that is done first gets its own list back, and not that of the other."""
+    module, patches = nn.Identity(), Patches()
+    lists = {name: [torch.ones(1)] for name in "ab"}
+    first, second = threading.Event(), threading.Event()
+    during = list[torch.dtype]()
+
+    def meet(*_: Any) -> None:
+        if threading.current_thread() is other:
+            first.set()
+            assert second.wait(9)
+        else:
+            second.set()
+            other.join()
+            during.extend(lists[name][0].dtype for name in "ab")
+
+    with patches:
+        hook_arguments(module, halve, patches)
+        module.register_forward_pre_hook(meet)
+        other = threading.Thread(target=module, args=(lists["a"],))
+        other.start()
+        assert first.wait(9)
+        module(lists["b"])
+    assert during == [WIDE, NARROW]
+    assert [lists[name][0].dtype for name in "ab"] == [WIDE, WIDE]

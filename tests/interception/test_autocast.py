@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from models.programs import make_program, overflow_
 from models.snapshots import assert_untouched
 from stopdown import cast_, rescale_
 from stopdown.errors import NonFiniteError
+from stopdown.interception.autocast import run_within, without_autocast
+from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
 from stopdown.runtime.guard import guard
 
@@ -233,3 +236,32 @@ def test_a_fault_in_autocast_of_another_dtype_is_repaired() -> None:
     assert [x.action for x in handle.repairs] == ["fp32"]
     for own, right, bf16 in zip(found, wide, near, strict=True):
         assert relative_l2(own, right) <= relative_l2(bf16, right)
+
+
+def test_autocast_is_that_of_each_thread() -> None:
+    """Two threads are in one module at a time, one of them in autocast: each leaves it as it came."""
+    module, patches = torch.nn.Identity(), Patches()
+    first, second = threading.Event(), threading.Event()
+    after = list[bool]()
+
+    def call() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            module(torch.ones(1))
+            after.append(torch.is_autocast_enabled("cpu"))
+
+    def meet(*_: Any) -> None:
+        if threading.current_thread() is other:
+            first.set()
+            assert second.wait(9)
+        else:
+            second.set()
+            other.join()
+
+    with patches:
+        run_within(module, without_autocast, patches)
+        module.register_forward_pre_hook(meet)
+        other = threading.Thread(target=call)
+        other.start()
+        assert first.wait(9)
+        module(torch.ones(1))
+    assert [*after, torch.is_autocast_enabled("cpu")] == [True, False]

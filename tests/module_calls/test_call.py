@@ -70,6 +70,19 @@ def test_arguments_by_place_have_their_names() -> None:
     assert second is mask
 
 
+def test_arguments_without_names_are_looked_at() -> None:
+    """What would overflow is found behind the names of the method, too."""
+
+    class Free(nn.Module):
+        def forward(self, *args: Any) -> Any:
+            return args[0]
+
+    module = Free()
+    callee = Callee("net", module, "forward", "call")
+    given = tuple(torch.tensor([x]) for x in (1.0, 2.0, 1e6))
+    assert ComponentCall(callee, given, {}, module.forward).list_beyond(torch.float16) == ["*2"]
+
+
 def test_arguments_are_cast_and_outputs_brought_back() -> None:
     """Times stay as they are, unless 16 bits become 32; the output has the dtype that arguments had."""
     seen = list[torch.dtype]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from stopdown.module_calls.callee import Callee
@@ -27,6 +28,23 @@ def test_arguments_are_those_of_the_method() -> None:
     owner = Autoencoder()
     assert Callee("vae.decode", owner, "decode", "decode").argument_names == ("z",)
     assert Callee("vae", owner, "forward", "denoise").argument_names == ("sample", "scale")
+
+
+def test_arguments_of_compiled_code_are_those_of_the_module() -> None:
+    """A time that is given by place is not cast under `torch.compile` either."""
+    compiled = torch.compile(Autoencoder(), backend="eager")
+    callee = Callee("vae", compiled, "forward", "denoise")
+    assert callee.argument_names == ("sample", "scale")
+
+
+def test_arguments_without_names_have_none() -> None:
+    """Neither `*args` nor `**kwargs` is the name of one."""
+
+    class Free(nn.Module):
+        def forward(self, sample: object, *rest: object, **more: object) -> object:
+            return sample
+
+    assert Callee("net", Free(), "forward", "call").argument_names == ("sample",)
 
 
 def test_a_callee_is_bound_to_another_module() -> None:

@@ -120,6 +120,30 @@ def test_a_replay_draws_the_same_noise() -> None:
     assert wanted.isfinite().all()
 
 
+def test_a_generator_that_is_given_by_place_draws_the_same_noise() -> None:
+    """Where each repeat drew other noise, no result could be compared, and the generator went on."""
+
+    class Sampling(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+            made: torch.Tensor = self.block(x)
+            return made + torch.randn(made.shape, generator=generator).to(made.dtype)
+
+    block, x, wanted = make()
+    module, generator = Sampling(block), torch.Generator().manual_seed(1)
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    with guard(module, announce=quiet) as handle:
+        found = module(x, generator)
+    assert [x.action for x in handle.repairs] == ["rescaled"]
+    assert torch.allclose(found.float(), wanted + noise, atol=0.02)
+    once = torch.Generator().manual_seed(1)
+    torch.randn(x.shape, generator=once)
+    assert torch.equal(generator.get_state(), once.get_state())
+
+
 def test_an_argument_that_is_not_finite_is_no_fault_of_the_module() -> None:
     """No repair makes it finite: the run ends, and the argument is named."""
     module, x, _ = make()

@@ -5,7 +5,11 @@ previous chunk in `feat_cache` and count in `feat_idx`. In a copy of such a list
 the caller's list or mapping itself is passed: its tensors are replaced for the call, and restored
 afterwards unless the module overwrote them. Tuples and the keyword arguments are copied.
 
-Not covered: tensors in attributes of other objects (a `DynamicCache`), which aren't replaced.
+Modules also write into tensors that they receive, such as a key/value cache of fixed size (a `StaticCache`,
+that of AnyFlow). What they wrote into a cast copy is written into the caller's tensor afterwards.
+
+Not covered: tensors in attributes of other objects (a `DynamicCache`), which aren't replaced; writes of
+compiled code.
 """
 
 from __future__ import annotations
@@ -14,11 +18,12 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from stopdown.interception.patches import Patches
+from stopdown.interception.patches import Patches, RunningCalls
+from stopdown.interception.tracing import is_traced
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """A function from a tensor to its replacement, which may be the tensor itself."""
@@ -27,8 +32,21 @@ Keeps = Callable[[str], bool]
 """A predicate on an argument's name: whether its tensors aren't replaced."""
 
 
-Replaced = tuple[Any, Any, Any, Any]
-"""A caller's list or mapping, a key in it, the original item, and the item during the call."""
+class Replaced(NamedTuple):
+    """An argument, or an item of a caller's list or mapping, that was replaced for a call.
+
+    Attributes:
+        before, during: the original, and what the call gets.
+        container: the caller's list or mapping; None for a tensor, which has an entry of its own.
+        key: of the item in the container.
+        writes: number of in-place writes to `during` before the call; None if they aren't counted.
+    """
+
+    before: Any
+    during: Any
+    container: Any = None
+    key: Any = None
+    writes: int | None = None
 
 
 def replace_tensors(
@@ -67,22 +85,46 @@ def replace_tensors(
     return changed, keywords, replaced
 
 
+def replace_tensor(tensor: torch.Tensor, change: Change, replaced: list[Replaced]) -> torch.Tensor:
+    """Return a tensor's replacement for a call, and add it to those for `put_back`."""
+    if is_traced():
+        return change(tensor)
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():  # else its writes aren't counted
+            during = change(tensor)
+    else:
+        during = change(tensor)
+    if during is not tensor:
+        replaced.append(Replaced(tensor, during, writes=count_writes(during)))
+    return during
+
+
 def put_back(replaced: list[Replaced]) -> None:
-    """Undo `replace_tensors` in the caller's lists and mappings after a call, except for items that the
-    call overwrote.
+    """Undo `replace_tensors` after a call: restore the items of the caller's lists and mappings, except for
+    those that the call overwrote, and write into tensors what it wrote into their copies.
     """
-    for container, key, before, during in reversed(replaced):
+    for one in reversed(replaced):
+        if one.container is None:
+            if one.writes != count_writes(one.during):
+                with torch.no_grad():
+                    one.before.copy_(one.during)
+            continue
         try:
-            is_ours = container[key] is during
+            is_ours = one.container[one.key] is one.during
         except (KeyError, IndexError):  # the module took it out
             continue
         if is_ours:
-            container[key] = before
+            one.container[one.key] = one.before
+
+
+def count_writes(tensor: torch.Tensor) -> int | None:
+    """Return PyTorch's version counter of a tensor; None for inference tensors, which have none."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _visit(value: Any, change: Change, keeps: Keeps, replaced: list[Replaced]) -> Any:
     if isinstance(value, torch.Tensor):
-        return change(value)
+        return replace_tensor(value, change, replaced)
     if isinstance(value, dict):
         items = [(key, item) for key, item in value.items() if not keeps(str(key))]
         _replace_items(value, items, change, keeps, replaced)
@@ -106,7 +148,7 @@ def _replace_items(
         during = _visit(item, change, keeps, replaced)
         if during is not item:
             container[key] = during
-            replaced.append((container, key, item, during))
+            replaced.append(Replaced(item, during, container, key))
 
 
 def hook_arguments(
@@ -119,7 +161,7 @@ def hook_arguments(
         patches: undoing it removes the hooks.
         rest: replaces all tensors but the first; None applies `change` to all.
     """
-    running: list[list[Replaced]] = []  # of the calls that run, the innermost last
+    running = RunningCalls()
     before = partial(_enter, change, rest, running)
     after = partial(_leave, running)
     patches.defer(module.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -129,16 +171,16 @@ def hook_arguments(
 def _enter(
     change: Change,
     rest: Change | None,
-    running: list[list[Replaced]],
+    running: RunningCalls,
     module: torch.nn.Module,
     args: Any,
     kwargs: Any,
 ) -> tuple[Any, Any]:
     args, kwargs, replaced = replace_tensors(args, kwargs, change, rest=rest)
-    running.append(replaced)
+    running.list_here().append(replaced)
     return args, kwargs
 
 
-def _leave(running: list[list[Replaced]], module: torch.nn.Module, args: Any, output: Any) -> None:
-    if running:
-        put_back(running.pop())
+def _leave(running: RunningCalls, module: torch.nn.Module, args: Any, output: Any) -> None:
+    if kept := running.list_here():  # not if another hook raised first
+        put_back(kept.pop())

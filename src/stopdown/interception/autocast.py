@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from stopdown.interception.patches import CHANGING, Patches
+from stopdown.interception.patches import CHANGING, Patches, RunningCalls
 
 _TYPES = ("cpu", "cuda", "mps", "xpu")
 """Device types for which PyTorch has autocast."""
@@ -105,16 +105,16 @@ def run_within(
     Args:
         context: makes the context of one call.
     """
-    running: list[contextlib.ExitStack] = []  # of the calls that run, the innermost last
+    running = RunningCalls()
 
     def enter(part: Any, args: Any) -> None:
         stack = contextlib.ExitStack()
         stack.enter_context(context())
-        running.append(stack)
+        running.list_here().append(stack)
 
     def leave(part: Any, args: Any, output: Any) -> None:
-        if running:  # not if another hook raised first
-            running.pop().close()
+        if kept := running.list_here():  # not if another hook raised first
+            kept.pop().close()
 
     patches.defer(module.register_forward_pre_hook(enter).remove)
     patches.defer(module.register_forward_hook(leave, always_call=True).remove)

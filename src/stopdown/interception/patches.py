@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from stopdown.errors import InputError
+from stopdown.interception.tracing import is_traced
 
 Place = tuple[slice, ...]
 """An index into a tensor: `()` for all of it, or slices for some rows or columns."""
@@ -153,6 +154,26 @@ class Patches:
 
     def __exit__(self, *_: object) -> None:
         self.undo()
+
+
+class RunningCalls:
+    """What pairs of hooks keep of the calls that run, each thread for its own.
+
+    A copy of a module has a copy of its hooks, in which no call runs.
+    """
+
+    def __init__(self) -> None:
+        self._here, self._traced = threading.local(), list[Any]()
+
+    def list_here(self) -> list[Any]:
+        """Return what is kept of this thread's calls, the innermost last."""
+        if is_traced():  # a compiler doesn't follow what belongs to threads
+            return self._traced
+        kept: list[Any] = vars(self._here).setdefault("kept", [])
+        return kept
+
+    def __reduce__(self) -> tuple[type[RunningCalls], tuple[()]]:
+        return RunningCalls, ()
 
 
 class SameInCopies:

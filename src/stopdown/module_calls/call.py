@@ -25,7 +25,9 @@ from stopdown.interception.arguments import (
     Change,
     Keeps,
     Replaced,
+    count_writes,
     put_back,
+    replace_tensor,
     replace_tensors,
 )
 from stopdown.interception.autocast import without_autocast
@@ -38,7 +40,6 @@ from stopdown.numerics import (
     HALVES,
     bound_values,
     cast_mask,
-    count_writes,
     is_readable,
     iterate_tensors,
 )
@@ -75,7 +76,10 @@ class ComponentCall:
 
     @property
     def named(self) -> dict[str, Any]:
-        return {**dict(zip(self.callee.argument_names, self.args, strict=False)), **self.kwargs}
+        """The arguments by name; positional ones without a name of their own are `*2`, by their place."""
+        places = (f"*{i}" for i in range(len(self.callee.argument_names), len(self.args)))
+        names = (*self.callee.argument_names, *places)
+        return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
 
     @property
     def key(self) -> str:
@@ -212,7 +216,7 @@ class ComponentCall:
             Functions that restore them.
         """
         device = device or find_weights_device(module)
-        return save_random(device, self.kwargs), save_caches(module)
+        return save_random(device, (*self.args, *self.kwargs.values())), save_caches(module)
 
 
 @contextlib.contextmanager
@@ -221,13 +225,14 @@ def _casting_objects(arguments: Any, dtype: torch.dtype) -> Iterator[None]:
     didn't replace.
     """
     replaced: list[Replaced] = []
+    cast = functools.partial(_cast, dtype=dtype)
     for container, is_inside in list(list_containers(arguments, set())):
         if is_inside and not isinstance(container, set):
             items = container.items() if isinstance(container, dict) else enumerate(container)
             for key, tensor in [(key, x) for key, x in items if isinstance(x, torch.Tensor)]:
                 if tensor.dtype in (*HALVES, torch.float32) and tensor.dtype != dtype:
-                    container[key] = made = tensor.to(dtype)
-                    replaced.append((container, key, tensor, made))
+                    container[key] = made = replace_tensor(tensor, cast, replaced)
+                    replaced.append(Replaced(tensor, made, container, key))
     try:
         yield
     finally:

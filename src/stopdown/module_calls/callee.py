@@ -58,7 +58,9 @@ class Callee:
 
     @property
     def argument_names(self) -> tuple[str, ...]:
-        return _read_names(type(self.owner), self.method)  # type: ignore[arg-type]
+        """The names of the method's positional arguments, in order; those of `*args` have none."""
+        owner = getattr(self.owner, "_orig_mod", self.owner)  # of torch.compile
+        return _read_names(type(owner), self.method)  # type: ignore[arg-type]
 
     def bind(self, module: torch.nn.Module) -> Callable[..., Any]:
         """Return the callable for the same method of another module: the module itself for `forward`."""
@@ -67,4 +69,7 @@ class Callee:
 
 @functools.cache
 def _read_names(owner: type, method: str) -> tuple[str, ...]:
-    return tuple(inspect.signature(getattr(owner, method)).parameters)[1:]
+    parameters = list(inspect.signature(getattr(owner, method)).parameters.values())[1:]
+    return tuple(
+        x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)
+    )

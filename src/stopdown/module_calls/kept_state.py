@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from stopdown.interception.arguments import count_writes
 from stopdown.interception.code_homes import is_own
 from stopdown.interception.module_paths import OWN_ATTRIBUTES
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import find_random, find_weights_device
 from stopdown.number_formats import list_some
-from stopdown.numerics import count_writes, has_values, iterate_tensors
+from stopdown.numerics import has_values, iterate_tensors
 
 
 class KeptState:

@@ -26,12 +26,13 @@ from stopdown.component_call_names import name_module_path
 from stopdown.component_calls.components import read_precisions
 from stopdown.diagnosis.texts import REFUSALS
 from stopdown.errors import take_first_line
+from stopdown.interception.arguments import count_writes
 from stopdown.interception.module_paths import OWN_ATTRIBUTES
 from stopdown.interception.randomness import save_random
 from stopdown.module_calls.mixed_dtypes import NO_OPERANDS, find_operands
 from stopdown.module_calls.step_caches import clear_caches
 from stopdown.number_formats import name_dtype
-from stopdown.numerics import count_writes, iterate_tensors
+from stopdown.numerics import iterate_tensors
 from stopdown.records import Operands, Repair
 from stopdown.runtime.fault_texts import Fault
 from stopdown.runtime.repairs import cast_inputs, is_cast_of_inputs
@@ -78,7 +79,8 @@ def repair_refusal(fault: Fault, error: Exception) -> tuple[object, Repair | Non
     given = (latest.call.args, latest.call.kwargs)
     if not all(map(_is_plain, pytree.tree_leaves(given))):
         return None
-    restore_now = save_random(guarded.device or torch.device("cpu"), latest.call.kwargs)
+    device = guarded.device or torch.device("cpu")
+    restore_now = save_random(device, pytree.tree_leaves(given))
     before = state.applied
 
     def repeat() -> object:

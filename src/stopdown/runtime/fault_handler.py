@@ -410,10 +410,9 @@ class FaultHandler:
         The result is empty if the call draws random numbers, or its weights can't be cast.
         """
         guarded = fault.guarded
-        sources = find_random(
-            guarded.find_device(self._session.pipe),
-            (guarded.latest.call or fault.call).kwargs.values(),
-        )
+        call = guarded.latest.call or fault.call
+        device = guarded.find_device(self._session.pipe)
+        sources = find_random(device, (*call.args, *call.kwargs.values()))
         guarded.latest.restore()
         states = [source.read() for source in sources]
         try:

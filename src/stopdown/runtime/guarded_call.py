@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from stopdown.interception.arguments import count_writes
 from stopdown.interception.autocast import read_autocast
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.module_paths import casts_weights
@@ -23,7 +24,7 @@ from stopdown.module_calls.call_interception import has_layer
 from stopdown.module_calls.callee import Callee
 from stopdown.module_calls.kept_state import HeldContainers, KeptState
 from stopdown.number_formats import name_dtype
-from stopdown.numerics import count_writes, iterate_tensors
+from stopdown.numerics import iterate_tensors
 from stopdown.records import BlockMaximum, CallSummary, ComponentPlan, Scaling
 from stopdown.runtime.activation_maxima import find_compiled, is_compiled
 from stopdown.runtime.call_check import CallCheck

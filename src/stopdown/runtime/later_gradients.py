@@ -87,7 +87,7 @@ class _LaterCall:
         for tensor in wanted:
             tensor.requires_grad_()
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-        restore_now = save_random(next(iter(wide.values())).device, kwargs)
+        restore_now = save_random(next(iter(wide.values())).device, leaves)
         self._restore()
         with torch.enable_grad(), silenced():
             output = torch.func.functional_call(self._caller, wide, args, kwargs)

@@ -229,7 +229,7 @@ class ScriptGuard:
             yield None
             return
         is_repaired = [False]
-        restore = save_random(find_weights_device(module), {}) if torch.is_grad_enabled() else None
+        restore = save_random(find_weights_device(module)) if torch.is_grad_enabled() else None
 
         def end(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if restore is None or not is_repaired[0]:

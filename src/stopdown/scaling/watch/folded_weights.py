@@ -20,12 +20,13 @@ import torch
 
 from stopdown.errors import ScalingError
 from stopdown.fold_names import find_folded_parts, split_fold_name
+from stopdown.interception.arguments import count_writes
 from stopdown.interception.module_paths import list_tensor_places
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.module_calls.adapter_layers import unwrap_name
 from stopdown.module_calls.outermost_calls import is_in_training, is_plain
 from stopdown.number_formats import list_some, name_dtype
-from stopdown.numerics import count_writes, has_values
+from stopdown.numerics import has_values
 from stopdown.scaling.folding.adapters import refuse_gradient
 from stopdown.scaling_records import Scaling
 
