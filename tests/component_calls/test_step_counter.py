@@ -49,7 +49,7 @@ def test_a_loop_without_a_pipeline_tells_its_steps(denoiser: Denoiser) -> None:
         denoiser(torch.ones(1, 4).half())
     (repair,) = handle.record.repairs
     assert repair.step is None
-    assert " at its call 1" in repair.evidence
+    assert " at call 1" in repair.evidence
 
 
 def test_what_is_told_ends_with_its_context(denoiser: Denoiser) -> None:

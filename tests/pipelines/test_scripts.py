@@ -505,8 +505,9 @@ def test_an_overflow_without_a_pipeline_is_repaired(run: Run, tmp_path: Path) ->
     assert repair.module_path == "Wrapper:diffusion_model.blocks.1.wide"
     assert (repair.action, repair.replays, choose_code(record)) == ("rescaled", 1, 0)
     assert record.modules.reused == ("Wrapper: rescaled (fp16)",)
+    assert " at call 1, in fp16. " in repair.evidence
     assert len(said) == 1
-    assert " at its call 1, in fp16. " in said[0]
+    assert f"The fault begins at `{repair.module_path}`. Rescaled `Wrapper` " in said[0]
 
 
 def test_a_precision_for_what_a_script_pins(run: Run, tmp_path: Path) -> None:

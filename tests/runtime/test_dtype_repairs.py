@@ -88,6 +88,17 @@ def test_a_component_cast_by_a_script_is_repaired() -> None:
         draw(pipe)
 
 
+def test_a_layer_of_its_own_has_no_path() -> None:
+    """The component itself refused the input, at its first call."""
+    layer = torch.nn.Linear(4, 4).half().requires_grad_(False)
+    told: list[str] = []
+    with guard(layer, announce=told.append):
+        layer(torch.ones(1, 4))
+    (text,) = told
+    assert "`Linear` stopped at call 1: " in text
+    assert " weights. It got an input whose dtype differs from that of its weight. " in text
+
+
 @pytest.mark.usefixtures("each_device")
 def test_code_that_mixes_dtypes_runs_under_the_guard() -> None:
     """An embedding in fp32 and a norm that widens its input: both at once, and off to the last bit."""

@@ -40,7 +40,10 @@ def test_what_cannot_be_looked_at_is_reported(form: Callable[[torch.Tensor], Any
 @pytest.mark.parametrize(
     ("reason", "said"),
     [
-        ("You asked for fp16. It is emulated.", "You asked for fp16. It is emulated."),
+        (
+            "You asked for fp16. It is emulated.",
+            "It ran in fp16 because you asked for fp16. It is emulated.",
+        ),
         ("fits in memory", 'fp16 was chosen for it: "fits in memory"'),
     ],
 )
@@ -50,10 +53,10 @@ def test_a_fault_tells_who_chose_the_precision(reason: str, said: str) -> None:
 
 
 def test_a_call_without_steps_has_a_number() -> None:
-    """A fault of the second call of a plain module is at its call 2, and counts on from earlier guards."""
+    """A fault of the second call of a plain module is at call 2, and counts on from earlier guards."""
     torch.manual_seed(0)
     module = nn.Linear(16, 16).half().requires_grad_(False)
-    for before, place in ((0, "at its call 2"), (5, "at its call 7")):
+    for before, place in ((0, "at call 2"), (5, "at call 7")):
         options = GuardOptions(on_fault="raise", calls_before=before)
         with Guard(module, options).put_on() as handle:
             module(X.half())

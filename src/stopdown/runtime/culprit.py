@@ -79,11 +79,12 @@ class Culprit:
         reached, ends = map(word_size, (self.reached, known.largest))
         return f"an activation reached {reached}, above {self.dtype}'s maximum of {ends}"
 
-    def describe(self, component: str) -> str:
+    def describe(self, component: str, *, is_sized: bool = True) -> str:
         """Describe, for people, where the NaN or Inf began and why.
 
         Args:
             component: name of the call, for the module's path.
+            is_sized: whether to give the size of an overflow.
         """
         module_path = name_module_path(component, self.path)
         if self.kind == "intermittent":
@@ -100,7 +101,8 @@ class Culprit:
             "written": "its code writes the NaN or Inf",
         }
         if math.isfinite(self.reached):
-            ends[self.kind] = f"its result in fp32 reaches {word_size(self.reached)}"
+            size = f"in fp32 reaches {word_size(self.reached)}" if is_sized else "overflows"
+            ends[self.kind] = f"its result {size}"
         if self.kind == "kernel":
             ends["kernel"] = (
                 f"its result should reach no more than {self.reached:.4g}, which {self.dtype} holds: this "

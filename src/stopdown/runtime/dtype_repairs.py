@@ -170,7 +170,7 @@ def _describe(fault: Fault, error: Exception, operands: Operands, elapsed_s: flo
         step=fault.step,
         evidence=f'`{fault.component}` stopped{fault.place}: "{take_first_line(error)}".',
         action="cast-inputs",
-        reason=f"{paths[0]} got an input whose dtype differs from that of its weight."
+        reason=f"{paths[0] or 'It'} got an input whose dtype differs from that of its weight."
         if is_one
         else f"{len(paths)} layers got inputs whose dtype differs from that of their weights. The first is "
         f"{paths[0]}.",

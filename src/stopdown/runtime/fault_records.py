@@ -115,10 +115,10 @@ class FaultRecords:
                 remedy="Make a plan first: stopdown plan SOURCE -o plan.json, and load the model with "
                 'precision="plan.json".',
             )
-        found = self._describe_culprit(case)
+        verdict = word_overflow(case.fault.component, case.culprit.overflow)
+        found = self._describe_culprit(case, is_sized=not verdict)
         if case.tried:
             found += f" Tried without success: {' '.join(case.tried)}"
-        verdict = word_overflow(case.fault.component, case.culprit.overflow)
         has_bf16 = self._session.has_bf16(case.fault.guarded)
         error = make_fault_error(case.fault, found, has_bf16=has_bf16, verdict=verdict)
         if self._session.options.on_fault == "raise" and case.fault.precision != "fp32":
@@ -159,10 +159,10 @@ class FaultRecords:
             )
         )
 
-    def _describe_culprit(self, case: FaultCase) -> str:
+    def _describe_culprit(self, case: FaultCase, *, is_sized: bool = True) -> str:
         if not self._session.names_culprit:
             return ""
-        said = case.culprit.describe(case.fault.component)
+        said = case.culprit.describe(case.fault.component, is_sized=is_sized)
         return f"{said} {self._describe_basis(case)}".rstrip()
 
     def _describe_basis(self, case: FaultCase) -> str:

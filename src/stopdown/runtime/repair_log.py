@@ -105,7 +105,10 @@ def format_line(repair: Repair) -> str:
 
 
 def describe_repair(repair: Repair) -> str:
-    """Describe a repair in sentences for people."""
+    """Describe a repair in sentences for people: what happened, where, and what was done.
+
+    The evidence is left out if there's a verdict and the repair helped; the record has it.
+    """
     done = {
         "rescaled": f"Rescaled `{repair.component}` by powers of two",
         "fp32-module": "One module was put in fp32",
@@ -116,8 +119,11 @@ def describe_repair(repair: Repair) -> str:
         "none": "It wasn't repaired",
     }[repair.action]
     is_again = repair.action != "none" and repair.kind != "signature"
-    said = f"{repair.evidence} {done}. {repair.reason}"
+    said = f"{done}. {repair.reason}"
     if not repair.verdict:
-        return f"{said} The call was retried." if is_again else said
-    ended = "Repaired; the result isn't affected." if is_again else "It wasn't repaired."
-    return f"{repair.verdict} {ended} {said}"
+        ended = " The call was retried." if is_again else ""
+        return f"{repair.evidence} {said}{ended}"
+    if not is_again:
+        return f"{repair.verdict} It wasn't repaired. {repair.evidence} {said}"
+    begun = f"The fault begins at `{repair.module_path}`."
+    return f"{repair.verdict} Repaired; the result isn't affected. {begun} {said}"

@@ -59,7 +59,7 @@ def list_remedies(
         why = "The same call was finite when it was run again."
         found.append(Remedy("replayed", precision, why))
     if precision == "fp16" and kind in _BY_RANGE:
-        why = "Its activations now fit into fp16, and what it computes is unchanged."
+        why = "Its activations now fit into fp16, and it still computes the same function."
         found.append(Remedy("rescaled", "fp16", why))
         streamed = (
             "Its activations now fit into fp16. Its residual stream stays in fp32, because without that "

@@ -133,15 +133,18 @@ class Watch:
             output,
             check or CallCheck(),
             guarded.precision,
-            *self._locate(guarded),
+            *self._locate(guarded, is_counted=check is not None),
             next(said, ""),
             wants_gradients(guarded.module),
         )
 
-    def _locate(self, guarded: Call) -> tuple[int | None, str]:
+    def _locate(self, guarded: Call, *, is_counted: bool) -> tuple[int | None, str]:
         """Return the step of the latest call (from 0, or None), and its place such as ` at step 2 of 28`.
 
-        If nothing counts steps, the place is ` at its call 3`.
+        If nothing counts steps, the place is ` at call 3`.
+
+        Args:
+            is_counted: whether the call is among the component's calls; one that raised isn't yet.
         """
         steps = self._session.steps
         if steps.pipe is not None or steps.is_told:
@@ -149,11 +152,15 @@ class Watch:
         kwargs = guarded.latest.call.kwargs if guarded.latest.call is not None else {}
         if (found := find_adapter(self._session.pipe).read_step(kwargs)) is not None:
             return found[0], f" at step {found[0] + 1} of {found[1]}"
-        return None, f" at its call {guarded.summary.calls + self._session.options.calls_before}"
+        number = guarded.summary.calls + self._session.options.calls_before + (not is_counted)
+        return None, f" at call {number}"
 
 
 def _word_choice(precision: str, reason: str) -> str:
-    """Explain in a sentence why a component ran in a precision, such as `You asked for fp16.`"""
+    """Explain in a sentence why a component ran in a precision.
+
+    Such as `It ran in fp16 because you asked for fp16.`
+    """
     if reason.startswith("You asked for"):
-        return reason
+        return f"It ran in {precision} because you{reason.removeprefix('You')}"
     return f'{precision} was chosen for it: "{reason}"'
