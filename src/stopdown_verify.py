@@ -1,4 +1,4 @@
-"""Check a certificate: that no fp16 value of a model exceeds 65504, whatever its inputs.
+"""Check a certificate, which claims that no fp16 value of a model exceeds 65504, whatever its inputs.
 
 A certificate is a JSON file that `stopdown plan --certificate FILE` writes. It lists the values of each
 component's graph, each with the rule and the values that imply its bound. This module derives every bound
@@ -217,7 +217,7 @@ STORAGE = {  # dtypes of safetensors files; every other one is refused
 }  # fmt: skip
 LOADABLE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")  # what a loader may take
 ASSUMED = (
-    "the model computes what the graphs say, for inputs up to the shapes listed",
+    "the model computes what the graphs describe, for inputs up to the shapes listed",
     "IEEE 754 with subnormal numbers; sums, norms and softmax in fp32 or wider unless stated otherwise",
     "no mask hides a whole row",
 )
@@ -1766,7 +1766,7 @@ def write_lines(found: dict[str, Any]) -> list[str]:
         lines += [f"  assumed: {words}" for words in x["assumed"]]
     lines += [f"{name}: not covered ({why})" for name, why in found["left"].items()]
     lines += [f"assumed throughout: {words}" for words in found["assumed"]]
-    return lines + ([f'for the plan that has "seal": "{found["plan"]}"'] if found["plan"] else [])
+    return lines + ([f"for the plan whose seal is {found['plan']}"] if found["plan"] else [])
 
 
 def check_certificate(certificate: Node, folder: Path) -> list[str]:
@@ -1794,7 +1794,7 @@ FORMULAS = {  # what implies a bound; p, N: the peak and the norm of what goes i
     "unit": "sqrt(d): the mean square of a row is at most 1",
     "power": "p^k", "exp": "exp(p)",
     "norm": "sqrt(d) |g| + |b|: the mean square of a row is at most 1",
-    "product": "the least of |W| p, norm(W) N, and what is known of rows behind a norm; + |b|",
+    "product": "the least of |W| p, norm(W) N, and what is known about rows after a norm; + |b|",
     "lookup": "the largest of each column", "matmul": "min(N_a N_b, n max p_a max p_b)",
     "attention": "max p over the tokens: a mean of them", "unknown": "none",
 }  # fmt: skip
@@ -1933,7 +1933,7 @@ def write_explained(found: dict[str, Any]) -> list[str]:
     rules = [*dict.fromkeys(x["rule"] for x in chain)]
     width = max(map(len, rules))
     lines += [
-        "  p, N: the largest magnitude and the norm of the input; see docs/certificate-file.md"
+        "Rules (p, N: the largest magnitude and the norm of the input; see docs/certificate-file.md)"
     ]
     return lines + [f"  {rule:{width}}  {FORMULAS[rule]}" for rule in rules]
 

@@ -33,7 +33,7 @@ def ask(path: Path, capsys: Any, *more: str) -> tuple[int, list[str]]:
 
 def list_chain(lines: list[str]) -> dict[str, str]:
     """Of each value in the chain what its line says."""
-    end = next(i for i, line in enumerate(lines) if line.startswith("  p, N: "))
+    end = next(i for i, line in enumerate(lines) if line.startswith("Rules (p, N: "))
     return dict(line.split(maxsplit=1) for line in lines[2:end])
 
 

@@ -205,5 +205,7 @@ def test_what_does_not_fit_names_the_nearest_that_does(folder: Path) -> None:
     smaller = forecast(folder, memory=memory, height=int(height), width=int(width))
     assert smaller.fits
     nothing = forecast(folder, memory="1KiB")
-    assert nothing.answer.endswith(" Smaller pictures and fewer frames were tried, and none fits.")
+    assert nothing.answer.endswith(
+        " Stopdown also tried smaller pictures and fewer frames, and none of them fit."
+    )
     assert nothing.command == ""

@@ -52,7 +52,7 @@ def test_force_replaces_what_convert_wrote(
     assert first.files["unet/config.json"] == (out / "unet" / "config.json").stat().st_size
     with pytest.raises(
         OutputError,
-        match=r"out holds a model that convert wrote before\..* another place: .*out-2\.",
+        match=r"out already holds a model that convert wrote\..* another name: .*out-2\.",
     ):
         convert_made("sd", folder, out, plan, leave=leave)
     link.symlink_to(out)

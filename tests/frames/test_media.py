@@ -396,7 +396,7 @@ def test_black_frames_are_found() -> None:
     assert (fault.kind, fault.frames) == ("black", (4, 5))
     assert fault.evidence == (
         "Frames 5, 6 of 9: mean colour (0, 0, 0) of 255, standard deviation at "
-        "most 0.00 (a picture has more than 2.5)."
+        "most 0.00 (a real picture has more than 2.5)."
     )
     assert "--precision text_encoder=fp32,vae=fp32" in fault.remedy
 

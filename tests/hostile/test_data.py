@@ -479,7 +479,7 @@ def list_explained() -> Iterator[Attack]:
         "explain FILE.log",
         lambda path: void(path.write_text("\n".join(" " * i for i in range(1300)))),
         1,
-        "This text contains no known precision problem",
+        "There's no text to explain.",
     )
     yield give(
         "one line of 20 MB",

@@ -16,7 +16,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 FILES = ("--image", "--mask", "--control-image")
 
 CONTENTS: Mapping[str, tuple[bytes | None, str]] = {
-    "absent": (None, "The file {file} can't be read: there is no such file."),
+    "absent": (None, "The file {file} ("),
     "empty": (b"", "The file {file} can't be read as a picture: "),
     "text": (b"a picture", "The file {file} can't be read as a picture: "),
     "truncated": (

@@ -211,7 +211,7 @@ def test_the_speed_of_this_machine_is_timed(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.flops_per_s > 0
     assert found.link_bytes_per_s > 0
     assert re.fullmatch(
-        r"\S+ TFLOPS in fp32 and weights at \S+ GB/s, measured here\.", found.reason
+        r"\S+ TFLOPS in fp32 with weights moved at \S+ GB/s, measured here\.", found.reason
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from hub_server import HubServer
+from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from stopdown.records import CheckRecord, from_json
+from stopdown.app.check_command import print_check
+from stopdown.records import CheckRecord, Finding, from_json
 from stopdown.sources.headers import RESCALED_ENTRY
 from stopdown.testing import save_pipeline
 
@@ -34,6 +37,30 @@ def test_findings_exit_1_and_say_what_to_type(run: Run, tmp_path: Path) -> None:
     assert "stopdown plan " in out
     assert "SOURCE" not in out
     assert "Traceback" not in err
+
+
+def test_equal_findings_are_printed_once() -> None:
+    """Those that differ in place and figures alone: the first, the count, and the other places."""
+    found = [
+        Finding("weight-subnormal", f"unet:{i}", f"{i} become 0.", "Use fp32.", "They lose digits.")
+        for i in range(3)
+    ]
+    found.insert(1, Finding("fp32-module-lost", "unet:9", "Cast.", "Load again.", "Worse."))
+    record = CheckRecord("m", "v100", {}, tuple(found), (), 0.0)
+    page = io.StringIO()
+    print_check(record, Console(file=page, width=200))
+    assert page.getvalue().splitlines()[4:] == [
+        "WRONG RESULT unet:0 and 2 more  [weight-subnormal]",
+        "  0 become 0.",
+        "  They lose digits.",
+        "  → Use fp32.",
+        "  The same in unet:1, unet:2.",
+        "",
+        "WRONG RESULT unet:9  [fp32-module-lost]",
+        "  Cast.",
+        "  Worse.",
+        "  → Load again.",
+    ]
 
 
 def test_a_healthy_source_exits_0(run: Run, tmp_path: Path) -> None:

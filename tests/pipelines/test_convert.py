@@ -256,7 +256,7 @@ def test_force_replaces_a_file_with_its_mark_alone(
     for place, force, message in (
         (foreign, True, "would replace a file that convert didn't write."),
         (damaged, True, "would replace a file that convert didn't write."),
-        (marked, False, 'holds a model that convert wrote before. .* Add allow="overwrite" to'),
+        (marked, False, 'already holds a model that convert wrote. .* Add allow="overwrite" to'),
     ):
         with pytest.raises(OutputError, match=message):
             convert(single[0], place, plan, allow=["overwrite"] if force else [])

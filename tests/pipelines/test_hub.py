@@ -279,8 +279,8 @@ def test_a_hub_that_is_down_is_named(hub: HubServer, client: Any) -> None:
     assert message.startswith(f"The model maker/tiny couldn't be downloaded from {hub.endpoint}: ")
     assert "refused" in message
     assert message.endswith(
-        "Check the connection, or set HF_ENDPOINT to a mirror, and run the command again: files that "
-        "arrived whole are kept."
+        "Check the connection, or set HF_ENDPOINT to a mirror, and run the command again: complete "
+        "files are kept."
     )
 
 

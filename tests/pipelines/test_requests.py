@@ -102,7 +102,7 @@ def test_a_size_for_image_to_image_is_the_size_of_the_picture() -> None:
         (
             "cogvideox",
             Request(),
-            'No `prompt` was given. Say what to show, such as "a lake at sunset".',
+            'No `prompt` was given. Add what to show, in quotes, such as "a lake at sunset".',
         ),
         (
             "svd",

@@ -16,14 +16,14 @@ def test_reasons_name_fp32_modules_and_pinned_operations() -> None:
     """What stays in fp32 and what was kept for want of a rule stand in the plan as sentences."""
     scaling = Scaling(
         exponents={"a": -2}, fp32_modules=("norm",), fp32_flops=0.125, headroom_bits=2.0,
-        tightest="X:y (add)", pinned={"bessel": ("X:",)},
+        tightest="X: (add)", pinned={"bessel": ("X:",)},
     )  # fmt: skip
     bare = ComponentPlan("vae", "X", "", "fp32")
     entry = calibrated.describe_scaling(bare, scaling, "fp16", 3)
     assert entry.reasons == (
-        "In 3 measured calls: no fp16 activation comes within a factor of 4 of fp16's limit (2.0 bits of "
-        "headroom). Closest: X:y (add).",
-        "To achieve this, 1 tensor is scaled by exponents -2..-2.",
+        "In 3 measured calls: no fp16 activation comes within a factor of 4 of fp16's maximum (2.0 bits of "
+        "headroom). Closest: X (add).",
+        "To achieve this, 1 tensor is scaled by 2^-2.",
         "norm can't be scaled and stay in fp32: 12.5 % of the matmul work.",
         "Left unchanged because there is no rule for them: bessel.",
     )

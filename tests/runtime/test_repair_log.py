@@ -55,9 +55,9 @@ def test_a_repair_begins_with_the_verdict() -> None:
     """What happened, whether the result is right and where it began; evidence if it wasn't repaired."""
     assert describe_repair(REPAIR) == (
         "Overflow in the text encoder: an activation reached 113,000, above fp16's maximum of 65,504. "
-        "Repaired; the result isn't affected. The fault begins at `text_encoder:encoder.block.0`. Rescaled "
-        "`text_encoder` by powers of two. Its activations now fit into fp16, and it still computes the same "
-        "function."
+        "Repaired; the result isn't affected. The fault begins at `text_encoder:encoder.block.0`. "
+        "Rescaled `text_encoder` by powers of two. Its activations now fit into fp16, and it still "
+        "computes the same function."
     )
     left = describe_repair(dataclasses.replace(REPAIR, action="none"))
     assert " It wasn't repaired. `text_encoder` returned 8 NaN out of 8 values, in fp16. " in left

@@ -79,7 +79,7 @@ class BatchOptions(RunOptions, ModelOptions):
         typer.Option(
             "-o",
             "--output",
-            help="Folder for the outputs. To resume a batch, give its folder again.",
+            help="Folder for the outputs. To resume a batch, use the same folder.",
         ),
     ]
     prompts: Annotated[

@@ -78,7 +78,7 @@ class CheckOptions(SourceOptions):
     precision: Annotated[
         str | None,
         typer.Option(
-            help="Precision to check, as generate takes it: fp32, bf16, fp16 (with a plan) or fp16-plain "
+            help="Precision to check, as for generate: fp32, bf16, fp16 (with a plan) or fp16-plain "
             "(as Diffusers runs it); per component, such as transformer=fp16,vae.decode=fp32; or a plan "
             "file, such as plan.json. By default what auto would choose on that device."
         ),
@@ -99,7 +99,7 @@ class CheckOptions(SourceOptions):
     ] = False
     fix: Annotated[
         bool,
-        typer.Option("--fix", help="Load the model, repair what it can, and check again."),
+        typer.Option("--fix", help="Load the model, repair what can be repaired, and check again."),
     ] = False
     output: Annotated[
         Path | None,
@@ -328,12 +328,23 @@ def _print_findings(findings: tuple[Finding, ...], console: Console) -> None:
 
     show = functools.partial(print_parts, console)
 
-    for finding in findings:
+    for first, *others in _group_findings(findings):
+        also = f" and {len(others)} more" if others else ""
         show(
-            (f"\n{_SEVERITIES[finding.severity]} ", "bold"),
-            (finding.module_path, "bold"),
-            f"  [{finding.kind}]",
+            (f"\n{_SEVERITIES[first.severity]} ", "bold"),
+            (f"{first.module_path}{also}", "bold"),
+            f"  [{first.kind}]",
         )
-        show(f"  {finding.evidence}")
-        show(f"  {finding.why}")
-        show(("  → ", "bold"), finding.remedy)
+        show(f"  {first.evidence}")
+        show(f"  {first.why}")
+        show(("  → ", "bold"), first.remedy)
+        if others:
+            show(f"  The same in {', '.join(x.module_path for x in others)}.")
+
+
+def _group_findings(findings: tuple[Finding, ...]) -> list[list[Finding]]:
+    """Group findings that differ in their place and evidence alone, in the order of the first of each."""
+    groups = dict[tuple[str, ...], list[Finding]]()
+    for found in findings:
+        groups.setdefault((found.kind, found.severity, found.why, found.remedy), []).append(found)
+    return list(groups.values())

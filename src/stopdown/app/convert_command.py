@@ -31,10 +31,9 @@ if TYPE_CHECKING:
 class ConvertOptions(ConvertRunOptions):
     """Write an fp16 copy of a model that runs without Stopdown.
 
-    Its plan is computed from the
-    weights, unless you give one. To convert a LoRA for a converted model, give that
-    model, or its plan, as --plan. To convert a text encoder alone, give a Transformers folder, or a
-    model and --component.
+    The plan is computed from the weights, unless you give one. To convert a LoRA for a converted model,
+    give that model, or its plan, as --plan. To convert a text encoder alone, give a Transformers folder,
+    or a model and --component.
 
     Examples:
       stopdown convert shapes shapes-fp16

@@ -111,7 +111,7 @@ def _print_device(device: DeviceHealth, console: Console) -> None:
         if (entry.name, entry.state) != ("fp32", "native"):  # as everywhere
             known = f"{device.device}: {entry.name} is {entry.state}. "
             print_prose(console, f"        {entry.reason.removeprefix(known)}")
-    kernels = "; ".join(f"{name}: {', '.join(fmt)}" for name, fmt in device.attention.items())
+    kernels = ", ".join(f"{name} ({', '.join(fmt)})" for name, fmt in device.attention.items())
     print_prose(console, f"  attention kernels: {kernels or 'none known'}")
     _print_list("Known problems with this device", device.faults, console)
     _print_list("Measured on such a device by stopdown bench", device.measured, console)

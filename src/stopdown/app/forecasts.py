@@ -169,12 +169,12 @@ def _refuse(made: MemoryForecast, tried: Sequence[Fit]) -> str:
     """Return the answer for a run that does not fit, with the nearest size that does."""
     way, least = _find_smallest(tried)
     no = (
-        f"No, it doesn't fit. The smallest strategy, {least.strategy.name.replace('+', ' + ')} in "
+        f"No, it doesn't fit. The smallest strategy, {least.strategy.name} in "
         f"{way.chosen}, needs {format_bytes(least.needed_bytes)}, and the limit is "
         f"{format_bytes(made.limit_bytes)}."
     )
     if made.reduced is None:
-        return f"{no} Smaller pictures and fewer frames were tried, and none fits."
+        return f"{no} Stopdown also tried smaller pictures and fewer frames, and none of them fit."
     return f"{no} The nearest size that fits is {made.reduced.made}."
 
 

@@ -137,7 +137,7 @@ class GenerateOptions(RunOptions, ModelOptions):
     journal: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to save the output of each component call in. After a crash, the same "
+            help="Folder for the output of each component call. After a crash, the same "
             "command continues where it stopped. The folder is emptied when the run is done."
         ),
     ] = None

@@ -64,7 +64,7 @@ class PlanOptions(PlanRunOptions, ModelOptions):
     certificate: Annotated[
         Path | None,
         typer.Option(
-            help="File to write, ending in .json, with each bound and what it follows from. "
+            help="File to write, ending in .json, with each bound and its derivation. "
             "stopdown-verify FILE --weights FOLDER checks it without Stopdown."
         ),
     ] = None

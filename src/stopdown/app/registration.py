@@ -108,8 +108,8 @@ def _refuse_dtype(args: Sequence[str]) -> None:
             value = value if equals else next(iter(args[index + 1 :]), "fp16")
             known = find_format(value.removeprefix("torch."))
             raise OptionError(
-                f"There is no option {flag}.",
-                expected="In Stopdown it is called --precision.",
+                f"There's no option {flag}.",
+                expected="In Stopdown it's called --precision.",
                 remedy=f"Use --precision {known.name if known else 'fp16'}.",
             )
 

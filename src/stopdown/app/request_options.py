@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from stopdown.app.call_arguments import read_arguments
 from stopdown.app.display import Display
 from stopdown.devices.device_choice import is_device_name
 from stopdown.devices.device_profiles import find_profile, is_profile
-from stopdown.errors import OptionError
+from stopdown.errors import InputError, OptionError
 from stopdown.frames.media import read_image, read_video
 from stopdown.number_formats import parse_bytes
 from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_configs
@@ -40,11 +42,25 @@ def read_request(
     check_pairs(options)
     values = {x.name: getattr(options, x.name) for x in FIELDS if x.name != "prompt"}
     check_values(values)
+    _refuse_missing({name: values[name] for name in MEDIA if values[name] is not None})
     for name in MEDIA:
         if (place := values[name]) is not None:
             is_video = name == "video"
             values[name] = read_video(place, options.frames) if is_video else read_image(place)
     return Request(prompt=prompt, **values, arguments=read_arguments(options.arg))
+
+
+def _refuse_missing(places: Mapping[str, str | Path]) -> None:
+    """Refuse input files that don't exist, all of them in one error, each with its option."""
+    gone = [(name, place) for name, place in places.items() if not Path(place).exists()]
+    if not gone:
+        return
+    said = " and ".join(f"{place} (--{name.replace('_', '-')})" for name, place in gone)
+    raise InputError(
+        f"The file {said} doesn't exist." if len(gone) == 1 else f"The files {said} don't exist.",
+        expected=f"Relative paths start from {Path.cwd()}.",
+        remedy=f"To see what is there: ls {Path(gone[0][1]).parent}",
+    )
 
 
 @dataclass(frozen=True)

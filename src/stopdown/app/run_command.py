@@ -365,7 +365,7 @@ def print_script(record: ScriptRecord, console: Console) -> None:
     for number, run in enumerate(record.runs, 1):
         print_prose(console, f"stopdown: run {number}, {run.pipeline}: {_describe_run(run)}")
     if record.modules is not None:
-        print_prose(console, f"stopdown: without a pipeline: {_describe_run(record.modules)}")
+        print_prose(console, f"stopdown: outside of pipelines: {_describe_run(record.modules)}")
     if record.unrepaired:
         print_prose(console, f"stopdown: {_describe_faults(record)}", "yellow")
     for finding in record.findings:

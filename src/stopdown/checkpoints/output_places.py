@@ -136,9 +136,9 @@ def check_place(
         os.path.exists(target) and replaces(target) == _CONVERTED
     ):  # False for a name that is too long
         raise OutputError(
-            f"OUT {target} holds {_CONVERTED} before.",
+            f"{target} already holds {_CONVERTED}.",
             expected="Existing files aren't replaced.",
-            remedy=f'Add allow="overwrite" to replace it, or give another place: {find_free(target)}.',
+            remedy=f'Add allow="overwrite" to replace it, or choose another name: {find_free(target)}.',
         )
     check_target(target, folder=not is_file, option="as OUT", replaces=replaces)
     return replaces

@@ -310,14 +310,19 @@ def _describe_unknown(text: str, numbers: list[int]) -> Diagnosis:
     return Diagnosis(
         fault=UNKNOWN,
         meaning="no message of precision that is known here",
-        title="This text contains no known precision problem.",
+        title="This text contains no known precision problem."
+        if rows
+        else "There's no text to explain.",
         why="The cause may be something else (memory, a missing file, a wrong size), or a problem that "
         "Stopdown doesn't know. The message that matters may come earlier in the log: look for the "
-        "first warning, not the last line.",
+        "first warning, not the last line."
+        if rows
+        else "The message or log is empty.",
         evidence=tuple(last),
         frame=_find_frame(text),
         remedy=(
-            "Give more text: the whole log or traceback, with the model, the device and the dtype.",
+            f"{'Paste more of it' if rows else 'Give a text'}: the whole log or traceback, with the model, "
+            "the device and the dtype.",
         ),
         run_next=(
             RUN_AGAIN.format("fp32"),

@@ -197,7 +197,7 @@ def _detect_uniform(looks: Sequence[_Look]) -> Iterator[FrameFault]:
             evidence = (
                 f"{name_frames(indices, len(looks)).capitalize()}: mean colour ({red:.0f}, "
                 f"{green:.0f}, {blue:.0f}) of 255, standard deviation at most "
-                f"{max(looks[x].spread for x in indices):.2f} (a picture has more than {_SPREAD})."
+                f"{max(looks[x].spread for x in indices):.2f} (a real picture has more than {_SPREAD})."
             )
             yield FrameFault(kind, indices, evidence)
 
@@ -218,7 +218,7 @@ def _detect_noise(looks: Sequence[_Look]) -> list[FrameFault]:
         return []
     evidence = (
         f"{name_frames(tuple(hits), len(looks)).capitalize()}: neighbouring pixels are correlated "
-        f"by at most {max(hits.values()):.2f} (a picture has more than {_KINSHIP})."
+        f"by at most {max(hits.values()):.2f} (a real picture has more than {_KINSHIP})."
     )
     return [FrameFault("noise", tuple(hits), evidence)]
 

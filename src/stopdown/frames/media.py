@@ -483,7 +483,7 @@ def _iterate_folder(folder: Path) -> Iterator[Frames]:
         raise InputError(
             f"The folder {folder} holds no png files.",
             expected="A folder of frames holds frame_0000.png, frame_0001.png and so on.",
-            remedy=f"Look with: ls {folder}",
+            remedy=f"To see what is there: ls {folder}",
         )
     yield from map(read_image, paths)
 
@@ -501,7 +501,7 @@ def _require_file(path: str | os.PathLike[str]) -> Path:
         raise InputError(
             f"The file {source} can't be read: {found}.",
             expected=f"Relative paths start from {Path.cwd()}.",
-            remedy=f"Look with: ls {source.parent}",
+            remedy=f"To see what is there: ls {source.parent}",
         )
     return source
 

@@ -101,8 +101,8 @@ def measure_speed(device: Device, formats: Iterable[str]) -> Speed:
     if rates[slowest] < LEAST_FLOPS_PER_S:
         return _leave_untimed("this machine is too busy")
     reason = (
-        f"{rates[slowest] / 1e12:.3g} TFLOPS in {slowest} and weights at {link / 1e9:.3g} GB/s, measured "
-        "here."
+        f"{rates[slowest] / 1e12:.3g} TFLOPS in {slowest} with weights moved at {link / 1e9:.3g} GB/s, "
+        "measured here."
     )
     return Speed(rates[slowest], link, reason)
 

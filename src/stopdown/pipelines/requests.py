@@ -644,7 +644,7 @@ def _was(fields: str) -> str:
     return "were" if " and " in fields else "was"
 
 
-_GIVE_PROMPT = 'Say what to show, such as "a lake at sunset".'
+_GIVE_PROMPT = 'Add what to show, in quotes, such as "a lake at sunset".'
 
 
 def _check_steps(pipeline_class: type, arguments: Mapping[str, Any]) -> None:

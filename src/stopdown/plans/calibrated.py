@@ -227,9 +227,12 @@ def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
         basis = f"In {calls} measured calls" if calls else "Proven from the weights"
         which = "fp16" if calls or not scaling.uncertain else "certified"
         factor = format_figure(2.0**scaling.headroom_bits)
+        closest = scaling.tightest.replace(
+            ": (", " ("
+        )  # of the component itself, with an empty path
         reasons.append(
-            f"{basis}: no {which} activation comes within a factor of {factor} of fp16's limit "
-            f"({scaling.headroom_bits:.1f} bits of headroom). Closest: {scaling.tightest}."
+            f"{basis}: no {which} activation comes within a factor of {factor} of fp16's maximum "
+            f"({scaling.headroom_bits:.1f} bits of headroom). Closest: {closest}."
         )
     if scaling.exponents:
         reasons.append(f"To achieve this, {count_folds(scaling)}.")
@@ -269,10 +272,11 @@ def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
 
 
 def count_folds(scaling: Scaling) -> str:
-    """Describe how many tensors a scaling scales, as `41 tensors are scaled by exponents -6..3`."""
+    """Describe how many tensors a scaling scales, as `41 tensors are scaled by 2^-6 to 2^3`."""
     if not scaling.exponents:
         return "no tensor is scaled"
     tensors = {name.partition("[")[0] for name in scaling.exponents}
     low, high = min(scaling.exponents.values()), max(scaling.exponents.values())
     noun = "tensor is" if len(tensors) == 1 else "tensors are"
-    return f"{len(tensors)} {noun} scaled by exponents {low}..{high}"
+    span = f"2^{low}" if low == high else f"2^{low} to 2^{high}"
+    return f"{len(tensors)} {noun} scaled by {span}"

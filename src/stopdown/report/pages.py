@@ -38,19 +38,28 @@ _MOST_BYTES = 2**28
 """Size limit of a record; a comparison has 30 MB of pictures, and numbers for every call."""
 
 
+_GIVE_RECORD = "Give the record: video.mp4.json for video.mp4, report.html.json for report.html."
+
+
 def read_any(path: Path) -> Comparison | RunRecord:
     """Read the record in a JSON file; its `kind` decides the type.
 
     Raises:
         InputError: the file is not a record, has no report, or contradicts itself.
     """
+    if not path.exists():
+        raise InputError(
+            f"The file {path} doesn't exist.",
+            expected="generate and compare write a JSON record next to their output.",
+            remedy=_GIVE_RECORD,
+        )
     try:
         raw = read_json_table(path, most_bytes=_MOST_BYTES)
     except UnreadableError as error:
         raise InputError(
             f"The file {path} isn't a record of Stopdown: {error}.",
             expected="generate and compare write a JSON record next to their output.",
-            remedy="Give the record: video.mp4.json for video.mp4, report.html.json for report.html.",
+            remedy=_GIVE_RECORD,
         ) from error
     kind = raw.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
