@@ -197,7 +197,7 @@ def test_what_does_not_fit_names_the_nearest_that_does(folder: Path) -> None:
     assert made.reduced is not None
     assert len(made.bits) > 1
     assert made.answer.startswith(
-        "No, it doesn't fit. The smallest strategy, block + tiling in fp16 with a plan, needs "
+        "No, it doesn't fit. The smallest strategy, block+tiling in fp16 with a plan, needs "
     )
     assert made.answer.endswith(f" The nearest size that fits is {made.reduced.made}.")
     height, width = made.reduced.made.split("x")
