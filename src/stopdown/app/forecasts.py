@@ -141,13 +141,14 @@ def _answer(
 ) -> str:
     """Return the answer for a run that fits.
 
-    Example: `Yes, it fits: 13.0 of 15 GiB on the device, component + tiling, …`.
+    Example: `Yes, it fits: 13.0 of 15 GiB on the device, component+tiling, …`.
 
     Args:
         error: the lowest and highest ratio of measured to estimated times.
     """
     taken = _compare_bytes(max(made.peak_bytes, made.reserved_bytes), made.limit_bytes)
-    strategy = made.chosen.replace("resident", "with all weights on it").replace("+", " + ")
+    strategy = made.chosen.replace("resident+", "with all weights on it and ")
+    strategy = strategy.replace("resident", "with all weights on it")
     parts = [f"{taken} on the device", strategy]
     if made.host_bytes:
         parts.append(f"{format_bytes(made.host_bytes)} of host memory")
