@@ -152,12 +152,12 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("compare shapes -o report.html", 2, "report.html already exists. .* --force"),
     ("check shapes -o out", 2, "-o was given without --fix."),
     # other files
-    ("generate shapes a --image none.png", 2, "The file none.png (--image) doesn't exist."),
-    ("generate shapes a --mask none.png", 2, "The file none.png (--mask) doesn't exist."),
+    ("generate shapes a --image none.png", 2, "The file none.png .--image. doesn't exist."),
+    ("generate shapes a --mask none.png", 2, "The file none.png .--mask. doesn't exist."),
     (
         "generate shapes a --image no.png --mask none.png",
         2,
-        "The files no.png (--image) and none.png (--mask) don't exist.",
+        "The files no.png .--image. and none.png .--mask. don't exist.",
     ),
     ("generate shapes a --image a.png --video a.mp4", 2, "--image was given with --video."),
     ("generate shapes a --image notes.txt", 2, "notes.txt can't be read as a picture"),
