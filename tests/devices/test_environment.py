@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import sys
 import time
 from pathlib import Path
@@ -80,6 +81,42 @@ def test_the_machine_is_described_for_json() -> None:
     assert machine["cpu"]
     assert machine["threads"] >= 1
     assert machine["memory_bytes"] > 2**28
+
+
+INSTALLED = {
+    "": None,
+    "0123456789ab": {"vcs_info": {"vcs": "git", "commit_id": "0123456789abcdef"}},
+    "a hash": {"dir_info": {}},
+    "a time": {"dir_info": {"editable": True}},
+}
+
+
+@pytest.mark.parametrize("kind", INSTALLED)
+def test_code_that_a_version_does_not_tell_has_a_mark(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    """A plan that was made with the code of one commit was taken for that of the next."""
+    name = f"imagined{len(kind)}"
+    (meta := tmp_path / f"{name}-1.0.dist-info").mkdir()
+    (tmp_path / name).mkdir()
+    (code := tmp_path / name / "__init__.py").write_text("")
+    (meta / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")
+    (meta / "RECORD").write_text("imagined/__init__.py,sha256=1,2\n")
+    if INSTALLED[kind] is not None:
+        (meta / "direct_url.json").write_text(json.dumps(INSTALLED[kind]))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def read() -> str:
+        environment.mark_code.cache_clear()
+        return environment.mark_code(name)
+
+    before = read()
+    (meta / "RECORD").write_text("imagined/__init__.py,sha256=3,2\n")
+    os.utime(code, ns=(1, 5))
+    if kind.startswith("a "):
+        assert before not in ("", read())
+    else:
+        assert before == read() == kind
 
 
 def test_a_missing_package_has_no_version() -> None:

@@ -6,6 +6,7 @@ No other module reads environment variables.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.errors import OptionError
+from stopdown.files.json_files import parse_json
 
 _NUMERIC_VARIABLES = (
     "ATEN_CPU_CAPABILITY",
@@ -134,6 +136,31 @@ def read_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@functools.cache
+def mark_code(package: str) -> str:
+    """Return a mark of a package's code if its version doesn't tell it, a commit or a hash; "" if it does.
+
+    A package that was installed from a repository or folder keeps its version while its code changes. For
+    an editable one it's the time of the latest change.
+
+    Cost: for an editable package, the times of its files are read, once.
+    """
+    try:
+        found = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    if not (text := found.read_text("direct_url.json")):
+        return ""
+    origin = parse_json(text.encode())
+    if commit := origin.get("vcs_info", {}).get("commit_id"):
+        return str(commit)[:12]
+    if not origin.get("dir_info", {}).get("editable"):
+        return hashlib.sha256((found.read_text("RECORD") or "").encode()).hexdigest()[:12]
+    spec = importlib.util.find_spec(package)
+    folder = Path(spec.origin if spec is not None and spec.origin else package).parent
+    return str(max((x.stat().st_mtime_ns for x in folder.rglob("*.py")), default=0))
 
 
 def require_package(package: str, extra: str, what: str, *, otherwise: str = "") -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from stopdown.argument_types import check_type
-from stopdown.devices.environment import cache_folder, read_version
+from stopdown.devices.environment import cache_folder, mark_code, read_version
 from stopdown.errors import InputError, OutputError, PlanError, warn_user
 from stopdown.files.json_files import UnreadableError, parse_json, read_small_file
 from stopdown.files.outputs import discard, explain_refusal, write_numbered, written_beside
@@ -48,8 +48,14 @@ MOST_NAMED = 5
 
 
 def read_class_versions() -> dict[str, str]:
-    """Read the versions of the packages that components' classes come from."""
-    return {name: read_version(name) or "" for name in PACKAGES}
+    """Read the versions of the packages that components' classes come from; `0.42.0.dev0+f3a9…` with a
+    commit.
+    """
+    return {name: _read_version(name) for name in PACKAGES}
+
+
+def _read_version(package: str) -> str:
+    return "+".join(filter(None, (read_version(package), mark_code(package))))
 
 
 def seal_plan(plan: Plan) -> Plan:
@@ -223,7 +229,7 @@ def read_plan(path: str | Path) -> Plan:
 def find_cached_path(fingerprint: str) -> Path:
     """Return the path at which a checkpoint's plan is cached for the installed versions."""
     names = [f"{name}{version}" for name, version in read_class_versions().items()]
-    own = f"stopdown{read_version('stopdown') or ''}"
+    own = f"stopdown{_read_version('stopdown')}"
     return cache_folder() / "plans" / f"{fingerprint[:32]}-{'-'.join([own, *names])}.json"
 
 
