@@ -217,7 +217,8 @@ def has_values(tensor: torch.Tensor) -> bool:
     before the first call.
     """
     is_fake = tensor.is_meta or isinstance(tensor, FakeTensor)  # a capture runs a copy
-    if tensor.layout is not torch.strided or is_fake or is_lazy(tensor) or not tensor.numel():
+    is_other = tensor.layout is not torch.strided or tensor.is_nested
+    if is_other or is_fake or is_lazy(tensor) or not tensor.numel():
         return False
     return tensor.untyped_storage().nbytes() > 0
 

@@ -88,6 +88,22 @@ def test_states_beyond_fp16_are_taken_in_fp32_up_to_the_first_norm(first: str) -
     assert all("forward" not in vars(part) for part in module.modules())
 
 
+def test_states_that_a_layer_is_given_by_name_are_taken_as_well() -> None:
+    """A layer may be called as `layer(input=states)`."""
+
+    class Naming(Denoiser):
+        def forward(self, sample: torch.Tensor, states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            made: torch.Tensor = self.out(sample + self.after(self.embed(input=states)))
+            return made
+
+    sample, states = draw()
+    with torch.no_grad(), Patches() as patches:
+        wanted = Naming("linear", torch.float32)(sample, states)
+        module = Naming("linear")
+        put_on(module, patches)
+        assert relative_l2(module(sample.half(), states), wanted) < 0.002
+
+
 def test_what_fits_is_cast_as_ever() -> None:
     """Small states give the same bits as a plain cast, also after larger ones, and in a copy."""
     sample, states = draw(100)

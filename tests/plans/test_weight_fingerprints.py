@@ -27,6 +27,14 @@ def test_the_hash_follows_names_shapes_and_values() -> None:
     assert sample_weights(nn.Sequential(module)) != found
 
 
+def test_the_hash_does_not_depend_on_the_default_device() -> None:
+    """A script may have set another one, and MPS has no fp64."""
+    module = nn.Linear(4, 4)
+    found = sample_weights(module)
+    with torch.device("meta"):
+        assert sample_weights(module) == found
+
+
 def test_weights_without_values_are_refused() -> None:
     """A plan of weights that are elsewhere would fit none."""
     with pytest.raises(PlanError, match=r"(weight|bias) of a Linear has no values"):

@@ -13,6 +13,8 @@ from torch import nn
 from models.returning_modules import Returning, X
 from stopdown.errors import NonFiniteError
 from stopdown.numerics import relative_l2
+from stopdown.runtime.activation_maxima import Notes
+from stopdown.runtime.call_check import check_call
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.guard import guard
 
@@ -39,6 +41,24 @@ def test_other_forms_are_looked_at(name: str) -> None:
     values = [np.asarray(x) for x in (found, wanted)]
     assert np.isfinite(values[0]).all()
     assert np.abs(values[0] - values[1]).max() < 0.02 * np.abs(values[1]).max()
+
+
+def test_numbers_are_looked_at_whatever_the_default_device() -> None:
+    """On MPS, where a script may put new tensors, there is no fp64."""
+    with torch.device("meta"):
+        checked = check_call(Notes(), [1.0, float("nan")])
+    assert (checked.is_seen, checked.is_finite) == (True, False)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_left_alone() -> None:
+    """PyTorch has no range of theirs: a guarded call gives what the plain one does."""
+    module = nn.Linear(4, 4).half().requires_grad_(False)
+    given = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], dtype=torch.float16)
+    plain = module(given)
+    with guard(module):
+        found = module(given)
+    assert all(map(torch.equal, found.unbind(), plain.unbind()))
 
 
 class Writing(nn.Module):

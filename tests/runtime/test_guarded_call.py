@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,3 +137,12 @@ def test_what_two_threads_note_at_once_is_all_there(
         "corrections": guarded.summary.non_finite,
     }
     assert made[kind] == {"calls": 2, "formats": ["bf16", "fp16"], "corrections": 0}[kind]
+
+
+def test_the_device_is_the_one_that_computes_now() -> None:
+    """A pipeline that was called on the host may be moved, or offloaded, before a call fails."""
+    module, program = nn.Linear(2, 2), SimpleNamespace(_execution_device="cpu")
+    call = Call(Callee("net", module, "forward", "call"), Component(module, "net"), "forward")
+    assert call.find_device(program) == torch.device("cpu")
+    program._execution_device = "cuda:1"
+    assert call.find_device(program) == torch.device("cuda:1")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import types
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,6 +70,31 @@ def test_other_weights_or_code_make_repairs_outdated() -> None:
             assert cache.put_on(state) == state.applied == ()
             assert module[0].weight.dtype == torch.float32
         assert cache.outdated == ["Sequential"]
+
+
+def test_code_at_the_address_of_what_is_gone_is_other_code() -> None:
+    """A hook or function is taken off and freed, and the next one has its `id`: repairs are outdated."""
+
+    def hook(module: nn.Module, factor: float) -> Any:
+        handle = module.register_forward_hook(lambda *given: given[2] * factor)
+        return handle.remove
+
+    def replace(module: nn.Module, factor: float) -> Any:
+        vars(module)["forward"] = types.MethodType(lambda _, x: x * factor, module)
+        return lambda: vars(module).pop("forward")
+
+    for put in (hook, replace):
+        module = make()
+        for _ in range(20):
+            put_back = put(module[0], 2.0)
+            cache, _ = keep_repairs(module)
+            put_back()
+            del put_back
+            gc.collect()
+            put_back = put(module[0], 3.0)
+            assert cache.put_on(Component(module)) == ()
+            put_back()
+            del put_back
 
 
 def test_weights_that_are_elsewhere_are_not_compared() -> None:

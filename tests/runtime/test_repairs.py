@@ -201,6 +201,16 @@ def test_a_small_component_gets_its_arguments_in_the_format_of_its_plan() -> Non
 
 
 @pytest.mark.usefixtures("each_device")
+def test_a_component_that_is_stored_in_8_bits_gets_what_it_computes_in() -> None:
+    """When another was cast, one with layerwise casting isn't given its arguments in fp8."""
+    module = torch.nn.Sequential(
+        torch.nn.Linear(9, 9).to(torch.float8_e4m3fn), torch.nn.LayerNorm(9).half()
+    )
+    callee = Callee("x", module, "forward", "forward")
+    call = ComponentCall(callee, (torch.ones(1, 9),), below=lambda x: x.dtype)
+    assert Component(module).call(call, is_mixed=True) == torch.float16
+
+
 def test_what_fails_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A remedy that cannot be had is named with the reason, and the next one is taken."""
     have_bf16(monkeypatch, False)

@@ -196,7 +196,7 @@ def _note(pending: _Pending, path: str, module: Any, args: Any, output: Any) -> 
 def _sample(values: torch.Tensor) -> torch.Tensor:
     """Return `[SAMPLES]` values in fp32, at positions that depend on the size alone."""
     flat = values.reshape(-1)
-    places = torch.linspace(0, flat.numel() - 1, SAMPLES, dtype=torch.float64)
+    places = torch.linspace(0, flat.numel() - 1, SAMPLES, dtype=torch.float64, device="cpu")
     return flat[places.round().long().to(flat.device)].float()
 
 

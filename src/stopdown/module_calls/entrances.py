@@ -119,11 +119,11 @@ class _WideLayer:
     is_used: bool = False
     off: Patches = field(default_factory=Patches)
 
-    def __call__(self, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        weight = self.layer.weight
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        weight, given = self.layer.weight, next(iter((*args, *kwargs.values())))
         is_narrow = weight is not None and weight.dtype == torch.float16
         if not is_narrow or given.dtype != torch.float32:
-            return self.plain(given, *args, **kwargs)
+            return self.plain(*args, **kwargs)
         self.is_used = True
         bias = getattr(self.layer, "bias", None)
         wide = weight.float(), None if bias is None else bias.float()

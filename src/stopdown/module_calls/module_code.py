@@ -15,6 +15,7 @@ functions that the known ones call.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -205,15 +206,16 @@ def is_alike_code(before: Any, now: Any) -> bool:
 def sign_code(parts: Sequence[tuple[str, torch.nn.Module]]) -> tuple[object, ...]:
     """Return a key of the code that a module's calls run; it is equal as long as nobody replaces any.
 
-    It is valid in this process.
+    It is valid in this process. It has weak references and no ids, because the next function may be at the
+    address of one that is gone.
 
     Args:
         parts: (path, module) of the module itself and then of each submodule.
     """
     own = [(path, name, _identify(found)) for path, name, found in _list_set_code(parts)]
-    functions = [(one.path, name, id(found)) for one, name, found in _list_class_code(parts)]
-    hooks = [(path, id(hook)) for path, hook in _list_hooks(parts)]
-    return *((path, id(type(part))) for path, part in parts), *own, *functions, *hooks
+    functions = [(one.path, name, _refer(found)) for one, name, found in _list_class_code(parts)]
+    hooks = [(path, _refer(hook)) for path, hook in _list_hooks(parts)]
+    return *((path, _refer(type(part))) for path, part in parts), *own, *functions, *hooks
 
 
 def _list_set_code(
@@ -240,8 +242,18 @@ def _list_class_code(
 
 
 def _identify(value: Any) -> object:
-    """Return a key of a function's identity: the ids of a bound method's object and function."""
-    return id(getattr(value, "__self__", None)), id(getattr(value, "__func__", value))
+    """Return a key of a function's identity: a bound method's object and function."""
+    return _refer(getattr(value, "__self__", None)), _refer(getattr(value, "__func__", value))
+
+
+def _refer(value: Any) -> object:
+    """Return a weak reference, which is equal to another one as long as both are of one live object."""
+    value = value.fget if isinstance(value, property) else value
+    value = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+    try:
+        return weakref.ref(value)
+    except TypeError:  # of a class without weak references
+        return id(value)
 
 
 def list_foreign_code(module: torch.nn.Module) -> tuple[str, ...]:

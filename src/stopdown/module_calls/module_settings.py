@@ -146,8 +146,8 @@ def _list_inner(part: Any) -> Iterator[Any]:
     yield part
 
 
-def sign_settings(module: torch.nn.Module) -> str:
-    """Return a hash of the code and plain attributes that decide what a module's calls do.
+def sign_settings(module: torch.nn.Module) -> tuple[object, ...]:
+    """Return a key of the code and plain attributes that decide what a module's calls do.
 
     It's valid in this process only, and keeps no reference to the module.
     """
@@ -159,7 +159,7 @@ def sign_settings(module: torch.nn.Module) -> str:
         if not (name in OWN_ATTRIBUTES or name.startswith(_FOREIGN))
         if (copied := _copy_plain(value)) is not MISSING
     ]
-    return hashlib.sha256(repr((sign_code(named), plain)).encode()).hexdigest()
+    return hashlib.sha256(repr(plain).encode()).hexdigest(), *sign_code(named)
 
 
 class ModuleSettings:

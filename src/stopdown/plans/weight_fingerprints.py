@@ -59,7 +59,7 @@ def take_samples(
     shape = tuple(tensor.shape)
     if not (tensor.is_floating_point() and tensor.numel()):
         return shape, None
-    spread = torch.linspace(0, tensor.numel() - 1, SAMPLES, dtype=torch.float64)
+    spread = torch.linspace(0, tensor.numel() - 1, SAMPLES, dtype=torch.float64, device="cpu")
     places = spread.long().to(tensor.device)
     is_stored = isinstance(weight, StoredWeight)
     found = weight.take(places) if is_stored else tensor.reshape(-1)[places]

@@ -134,7 +134,7 @@ def list_readable(output: Any) -> list[torch.Tensor]:
         if is_readable(tensor):
             found.append(tensor)
     numbers = [] if found else list(iterate_leaves(output, (float,)))
-    return [torch.tensor(numbers, dtype=torch.float64)] if numbers else found
+    return [torch.tensor(numbers, dtype=torch.float64, device="cpu")] if numbers else found
 
 
 def is_opaque(output: Any) -> bool:

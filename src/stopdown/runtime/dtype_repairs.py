@@ -65,8 +65,13 @@ def describe_refusal(error: Exception, component: str, module: torch.nn.Module) 
     )
 
 
-def repair_refusal(fault: Fault, error: Exception) -> tuple[object, Repair | None] | None:
+def repair_refusal(
+    fault: Fault, error: Exception, device: torch.device
+) -> tuple[object, Repair | None] | None:
     """Repeat a call that failed on operands of different dtypes, with casts of its layers' inputs.
+
+    Args:
+        device: that computes the call.
 
     Returns:
         The output and the repair, which is None if another thread has added the casts in the meantime; None
@@ -79,7 +84,6 @@ def repair_refusal(fault: Fault, error: Exception) -> tuple[object, Repair | Non
     given = (latest.call.args, latest.call.kwargs)
     if not all(map(_is_plain, pytree.tree_leaves(given))):
         return None
-    device = guarded.device or torch.device("cpu")
     restore_now = save_random(device, pytree.tree_leaves(given))
     before = state.applied
 

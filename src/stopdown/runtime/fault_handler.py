@@ -109,7 +109,8 @@ class FaultHandler:
                     or fault.guarded.latest.applied != fault.guarded.state.applied
                 ):
                     self._begin_again(fault)
-                repaired = repair_refusal(fault, error)
+                device = fault.guarded.find_device(self._session.pipe)
+                repaired = repair_refusal(fault, error, device)
         if repaired is None:
             add_note(error, describe_refusal(error, fault.component, fault.guarded.module))
             raise error

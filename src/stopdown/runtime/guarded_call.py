@@ -131,7 +131,6 @@ class Call:
         callee: its target.
         state: its component, which other calls may share.
         slot: name of the attribute that the call goes through.
-        device: that computes it; None before the first call.
         latest: each thread's latest call.
         summary: statistics so far.
         excesses: (argument, `values` or `size`) → calls beyond the certificate's limits.
@@ -144,7 +143,6 @@ class Call:
     callee: Callee
     state: Component
     slot: str
-    device: torch.device | None = None
     latest: LatestCall = field(default_factory=LatestCall)
     summary: CallSummary = _NOTHING
     excesses: dict[tuple[str, str], Excess] = field(default_factory=dict)
@@ -182,7 +180,7 @@ class Call:
         if state is not self.state:
             self.writes = None
         self.callee, self.state, self.slot = callee, state, slot
-        self.device, self.latest = None, LatestCall()
+        self.latest = LatestCall()
         self.summary = replace(self.summary, component=callee.name, stage=callee.stage)
 
     def forget(self) -> None:
@@ -305,13 +303,11 @@ class Call:
             latest.kept = latest.kept if latest.changed else None
 
     def find_device(self, pipe: Any) -> torch.device:
-        """Return the device that computes the calls, also for offloaded weights."""
-        if self.device is None:
-            weights = (x.device for x in self.module.parameters() if not x.is_meta)
-            self.device = next(weights, torch.device("cpu"))
-            if self.device.type == "cpu":
-                self.device = torch.device(getattr(pipe, "_execution_device", self.device))
-        return self.device
+        """Return the device that computes the calls now, also for offloaded weights."""
+        weights = (x.device for x in self.module.parameters() if not x.is_meta)
+        held = next(weights, torch.device("cpu"))
+        own = getattr(pipe, "_execution_device", held) if held.type == "cpu" else held
+        return torch.device(own)
 
     def record_excesses(self, check: CallCheck) -> Iterator[str]:
         """Count a call's arguments beyond the certificate's limits; yield a sentence at the first

@@ -201,7 +201,7 @@ def _hides(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _is_watched(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
         return False
     is_wide = _thread.is_wide and value.is_floating_point() and value.itemsize > 1
     return is_wide or value.dtype == torch.float16

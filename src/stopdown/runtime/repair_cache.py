@@ -31,7 +31,7 @@ class RepairCache:
     outdated: list[str] = field(default_factory=list)
     code: KeptCode = field(default_factory=lambda: KeptCode(is_kept=True))
     _kept: WeakKeyDictionary[
-        torch.nn.Module, tuple[str, tuple[ComponentPlan, ...], Calibration]
+        torch.nn.Module, tuple[tuple[object, ...], tuple[ComponentPlan, ...], Calibration]
     ] = field(default_factory=WeakKeyDictionary)
 
     def put_on(self, state: Component) -> tuple[ComponentPlan, ...]:
@@ -58,8 +58,8 @@ class RepairCache:
             self._kept[state.module] = weights, applied, state.calibration
 
 
-def _sign(module: torch.nn.Module) -> str:
-    """Return a key that changes with a module's weights or code; "" if the weights are not loaded."""
+def _sign(module: torch.nn.Module) -> tuple[object, ...]:
+    """Return a key that changes with a module's weights or code; () if the weights are not loaded."""
     if any(tensor.is_meta for tensor in module.parameters()):
-        return ""
-    return f"{sample_weights(module)} {read_precisions(module)} {sign_settings(module)}"
+        return ()
+    return sample_weights(module), read_precisions(module), *sign_settings(module)

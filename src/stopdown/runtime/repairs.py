@@ -38,7 +38,7 @@ from stopdown.interception.patches import Patches
 from stopdown.memory.weight_stores import weights_at_hand
 from stopdown.module_calls.call_interception import bared
 from stopdown.module_calls.entrances import Entrance
-from stopdown.module_calls.mixed_dtypes import NO_OPERANDS, cast_to_weights
+from stopdown.module_calls.mixed_dtypes import COMPUTED, NO_OPERANDS, cast_to_weights
 from stopdown.module_calls.step_caches import in_full
 from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.numerics import iterate_tensors
@@ -195,7 +195,8 @@ class Component:
         is_ambient = bool(list_autocast()) and is_recast  # which would change its dtypes again
         if self.dtype is None and not is_mixed and not is_ambient:
             return call.proceed()
-        dtype = self.dtype or self._find_planned() or next(iter(self.read_precisions()), None)
+        computed = (x for x in self.read_precisions() if x in COMPUTED)  # and not only stored
+        dtype = self.dtype or self._find_planned() or next(computed, None)
         with without_autocast() if is_ambient else contextlib.nullcontext():
             if dtype is None:
                 return call.proceed()

@@ -903,3 +903,19 @@ def test_a_module_with_exponents_is_freed() -> None:
     del module
     gc.collect()
     assert found() is None
+
+
+def test_a_call_is_recorded_into_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile CUDA refuses to tell the state of its generator, and no call can be made again."""
+    module, first, _ = make_t5()
+    rescaling = rescale_(module, (), first)
+    wanted = module(**first)[0]
+
+    def refuse() -> torch.Tensor:
+        raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch, "get_rng_state", refuse)
+    assert torch.equal(module(**first)[0], wanted)
+    rescaling.undo()

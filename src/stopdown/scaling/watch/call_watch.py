@@ -486,7 +486,7 @@ class CallWatch(SameInCopies):
         with ambient:
             self.weights.check()
             is_known = ends is PLAIN
-            restores = call.save(self.module)
+            restores = call.save(self.module) if is_plain() else ()
             try:
                 with noting_answers(answers) if reads else contextlib.nullcontext():
                     is_good, output = (
