@@ -109,6 +109,25 @@ def test_several_pictures_are_no_single_file(arguments: dict[str, Any], message:
     check_format(kind, Request("a", arguments={"num_images_per_prompt": 1}), "a.png")
 
 
+@pytest.mark.parametrize("name", ["a.mp4", "a.webm"])
+def test_a_missing_encoder_is_told_before_the_run(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without PyAV, or with one that lacks x264, hours of computing ended in an error."""
+    kind, request = diffusers.CogVideoXPipeline, Request("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(av, "codecs_available", {"mpeg4"})
+        with pytest.raises(OptionError, match="This build of PyAV has no encoder lib"):
+            check_format(kind, request, name)
+        check_format(kind, request, "frames/")
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(OptionError, match="needs the package av, which isn't installed"):
+            check_format(kind, request, name)
+        check_format(kind, request, "a.gif")
+    check_format(kind, request, name)
+
+
 def test_several_videos_at_a_time_are_refused() -> None:
     """One of them was written, and the others were lost without a word."""
     kind = diffusers.CogVideoXPipeline

@@ -103,6 +103,26 @@ def check_output(
     return chosen
 
 
+def require_encoder(chosen: str) -> None:
+    """Refuse a format for which this Python has no encoder, before the run that it would lose.
+
+    Args:
+        chosen: a format from `choose_format`.
+    """
+    codec = _CODECS[chosen][0] if chosen in _CODECS else ""
+    if not codec and f".{chosen}" not in SOUNDS:
+        return
+    require_package("av", "cli", f"Writing a .{chosen} file")
+    import av
+
+    if codec and codec not in av.codecs_available:
+        raise OptionError(
+            f"This build of PyAV has no encoder {codec}, which a .{chosen} file needs.",
+            remedy="Install PyAV's own: pip install --force-reinstall av. Or write a folder of frames with "
+            "-o frames/.",
+        )
+
+
 def write_media(
     path: str | os.PathLike[str],
     frames: Frames | None,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stopdown.errors import OptionError
-from stopdown.frames.media import SOUNDS, choose_format
+from stopdown.frames.media import SOUNDS, choose_format, require_encoder
 from stopdown.pipelines.requests import Request, find_frames, find_pipeline_argument
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def choose_suffix(pipeline_class: type, request: Request) -> str:
 
 
 def check_format(pipeline_class: type, request: Request, output: str) -> None:
-    """Refuse an output format that does not suit a pipeline's result, or a result without media."""
+    """Refuse an output format that doesn't suit a pipeline's result or has no encoder, or no media."""
     kind = find_output_kind(pipeline_class)
     if not kind:
         fields = sorted(_list_output_fields(pipeline_class))
@@ -111,7 +111,7 @@ def check_format(pipeline_class: type, request: Request, output: str) -> None:
         frames = request.frames or (2 if Path(output).suffix.lower() in SOUNDS else None)
     else:
         frames = _count_pictures(request.arguments) if kind == "picture" else 0
-    choose_format(output, frames)
+    require_encoder(choose_format(output, frames))
 
 
 def _count_pictures(arguments: Mapping[str, Any]) -> int:
