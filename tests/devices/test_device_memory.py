@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from stopdown.devices.device_memory import describing_out_of_memory, find_host_bytes
+from stopdown.devices.device_choice import Device
+from stopdown.devices.device_memory import (
+    describing_out_of_memory,
+    find_device_bytes,
+    find_host_bytes,
+)
 from stopdown.errors import StopdownError
+from stopdown.records import MemoryPlan
+from stopdown.runtime.memory_limits import count_limit
 
 
 @pytest.mark.parametrize(
@@ -32,6 +40,24 @@ def test_a_container_has_less_than_its_machine(
     assert find_host_bytes(tmp_path) == 2700
     most.write_text("max")
     assert find_host_bytes(tmp_path) > 2700
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "usable"), [(9, 0, 9), (2, 7, 9), (16, 0, 16), (15, 4, 16)]
+)
+def test_what_other_programs_hold_is_not_usable(
+    free: int, reserved: int, usable: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ComfyUI or a notebook beside it holds a part of the card; what this process holds it can use."""
+    module = SimpleNamespace(
+        mem_get_info=lambda index: (free, 16), memory_reserved=lambda index: reserved
+    )
+    monkeypatch.setattr("torch.get_device_module", lambda kind: module)
+    card = Device("cuda", 1, "T4", (7, 5), 16)
+    assert find_device_bytes(card) == count_limit(MemoryPlan("auto"), card) == usable
+    assert count_limit(MemoryPlan("auto", 2), card) == 8
+    del module.mem_get_info
+    assert find_device_bytes(card) == 16
 
 
 def test_a_full_device_is_explained_and_other_errors_are_left() -> None:

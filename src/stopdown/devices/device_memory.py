@@ -50,6 +50,21 @@ def find_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
     return free
 
 
+def find_device_bytes(device: Device) -> int:
+    """Return the memory of an accelerator that this process may use, in bytes: what is free, and its own.
+
+    On mps, which doesn't say what other programs take, it's all of the memory.
+    """
+    import torch
+
+    module = torch.get_device_module(device.type)
+    ask = getattr(module, "mem_get_info", None)
+    if ask is None:
+        return device.memory_bytes
+    free, _ = ask(device.index)
+    return min(device.memory_bytes, int(free) + int(module.memory_reserved(device.index)))
+
+
 @contextmanager
 def describing_out_of_memory() -> Iterator[None]:
     """Convert out-of-memory errors raised in the block to a `StopdownError` with a remedy."""

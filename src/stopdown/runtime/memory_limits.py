@@ -15,7 +15,7 @@ from typing import Any
 from stopdown.component_call_names import split_call
 from stopdown.component_calls.components import find_components
 from stopdown.devices.device_choice import Device
-from stopdown.devices.device_memory import HOST_SHARE, find_host_bytes
+from stopdown.devices.device_memory import HOST_SHARE, find_device_bytes, find_host_bytes
 from stopdown.devices.device_profiles import describe_device
 from stopdown.doctor import has_fused_attention
 from stopdown.memory import speed as speeds
@@ -51,11 +51,15 @@ def ask_memory(
 
 
 def count_limit(asked: MemoryPlan, device: Device) -> int:
-    """Return the memory limit of a run on a device in bytes."""
+    """Return the memory limit of a run on a device in bytes; `auto` is what other programs leave free.
+
+    Runs at the same time share all of the device's memory, as each of them begins with another part free.
+    """
     if asked.asked != "auto":
         return parse_bytes(asked.asked)
-    there = find_host_bytes() if device.type == "cpu" else device.memory_bytes
-    return there // asked.share
+    if device.type == "cpu":
+        return find_host_bytes() // asked.share
+    return find_device_bytes(device) if asked.share == 1 else device.memory_bytes // asked.share
 
 
 def fit_run(
