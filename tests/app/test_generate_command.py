@@ -17,9 +17,16 @@ import torch
 from models.pipeline_calls import paint_decoder
 from models.single_file_layout import save_single_file
 from scenes import TEMPLATES, all_scenes
+from stopdown.app import generate_command
 from stopdown.app.display import Display
 from stopdown.app.generate_command import GenerateOptions, generate, list_unknown_words
-from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownError
+from stopdown.errors import (
+    InputError,
+    NonFiniteError,
+    OptionError,
+    OutputError,
+    StopdownError,
+)
 from stopdown.files.outputs import find_record_path
 from stopdown.frames.media import read_image, read_video, to_uint8, write_media
 from stopdown.pipelines.requests import Request, build_arguments
@@ -306,6 +313,18 @@ def test_the_same_options_give_the_same_bytes(run: Any, out: Path, suffix: str) 
         files = sorted(path for path in (out / place).rglob("*") if path.suffix != ".json")
         written.append([path.read_bytes() for path in files if path.is_file()])
     assert written[0] == written[1] != written[2]
+
+
+@pytest.mark.parametrize("words", ["image={}", 'image=["other.png", "{}"]', 'image="{}"'])
+def test_a_file_in_an_argument_is_not_replaced(words: str, out: Path) -> None:
+    """The output of a run isn't what it reads, even with --force."""
+    picture = out / "in.png"
+    write_media(picture, NOISE[:1])
+    options = GenerateOptions(
+        "shapes", "a", output=str(picture), force=True, arg=(words.format(picture),)
+    )
+    with pytest.raises(OutputError, match=r"in\.png is a file that this run reads"):
+        generate_command._check_output_early(options)
 
 
 @pytest.mark.usefixtures("each_device")

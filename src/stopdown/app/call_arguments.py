@@ -56,6 +56,12 @@ def read_arguments(given: tuple[str, ...]) -> dict[str, Any]:
     return arguments
 
 
+def list_argument_files(given: tuple[str, ...]) -> list[str]:
+    """List the texts in extra arguments that may be files: each value, and each text in a list."""
+    values = [text.partition("=")[2] for text in given]
+    return [name for value in values for name in (value, *re.findall('"([^"]+)"', value)) if name]
+
+
 def _read_value(name: str, text: str) -> Any:
     try:
         value = json.loads(text, parse_constant=_refuse_constant)

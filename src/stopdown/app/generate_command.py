@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
+from stopdown.app.call_arguments import list_argument_files
 from stopdown.app.display import Display, keep_updated, load_libraries
 from stopdown.app.flags import (
     SHOWN,
@@ -144,7 +145,7 @@ class GenerateOptions(RunOptions, ModelOptions):
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Stay within this much device memory, such as 8GiB. By default, all of the "
+            help="Stay within this much device memory, such as 8GiB. By default, what is free of the "
             "device's memory. Weights that aren't in use are offloaded, and work is split if "
             "necessary. A call that runs out of memory is retried with less. none keeps all "
             "weights on the device."
@@ -461,7 +462,8 @@ def _read_request(options: GenerateOptions) -> Request:
 def _check_output_early(options: GenerateOptions) -> None:
     """Refuse an output that cannot be written, before hours of computation."""
     plan = find_plan_path(options.precision)
-    read = (*(getattr(options, name) for name in MEDIA), options.source, plan)
+    media = (getattr(options, name) for name in MEDIA)
+    read = (*media, *list_argument_files(options.arg), options.source, plan)
     output, force = (
         options.output or str(find_free(f"{DEFAULT_OUTPUT}.mp4", ".json")),
         options.force,
