@@ -101,6 +101,29 @@ def test_a_small_device_makes_the_same_file(
     )
 
 
+def test_a_limit_above_the_device_is_that_of_the_device(
+    simulated: Simulated,
+    save_tiny: Callable[..., Path],
+    run: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`--memory 16GiB` on a card of 8 ended in a traceback; a wrong prediction ends in a message."""
+    folder, before = save_tiny("sd", "fp32"), simulated.used()
+    whole = make(folder, tmp_path / "a.png", precision="fp32", memory="none")
+    simulated.limit(before + (whole.peak_bytes - before) // 2)
+    words = ("generate", folder, "a", "--steps", 2, "--device", KIND, "--precision", "fp32")
+    words = (*words, "--memory", "1GiB", "-o")
+    code, _, said = run(*words, tmp_path / "b.png")
+    assert code == 0, said
+    assert "less than the 1.0 GiB that it was given, so that is the limit." in said
+    monkeypatch.setattr("stopdown.runtime.memory_limits.count_limit", lambda *_: 2**40)
+    code, _, said = run(*words, tmp_path / "c.png")
+    assert code == 1
+    assert "The device ran out of memory" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize("backend", ["cuda", "mps"])
 def test_a_full_device_is_a_message(
     backend: str,

@@ -56,6 +56,8 @@ def test_what_other_programs_hold_is_not_usable(
     card = Device("cuda", 1, "T4", (7, 5), 16)
     assert find_device_bytes(card) == count_limit(MemoryPlan("auto"), card) == usable
     assert count_limit(MemoryPlan("auto", 2), card) == 8
+    assert count_limit(MemoryPlan("1GiB"), card) == usable
+    assert count_limit(MemoryPlan("1GiB", 2), card) == 8
     del module.mem_get_info
     assert find_device_bytes(card) == 16
 

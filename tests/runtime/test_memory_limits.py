@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,20 @@ def generate_small(
         GenerateOptions(source=str(folder), prompt="a", output=str(output), memory=memory, **sizes),
         display,
     )
+
+
+def test_pictures_that_are_made_at_a_time_are_bounded_together() -> None:
+    """Four of a prompt take four times the activations of one, which were taken for those of one."""
+    loaded: Any = SimpleNamespace(pipe=make_pipeline("sd"), decisions=())
+    sizes, cpu = {"height": 64, "width": 64}, choose_device("cpu")
+
+    def bound(**arguments: Any) -> int:
+        request = Request("a", **sizes, arguments=arguments)
+        return memory_limits._bound_run(loaded, request, cpu)
+
+    more = 3 * 64 * 64 * memory_limits.DECODED_BYTES
+    assert bound(num_images_per_prompt=4) - bound() == more
+    assert bound(prompt=["a", "b"], num_images_per_prompt=2) - bound() == more
 
 
 @pytest.mark.thorough

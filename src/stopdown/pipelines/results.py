@@ -110,14 +110,15 @@ def check_format(pipeline_class: type, request: Request, output: str) -> None:
         _refuse_several_videos(pipeline_class, request)
         frames = request.frames or (2 if Path(output).suffix.lower() in SOUNDS else None)
     else:
-        frames = _count_pictures(request.arguments) if kind == "picture" else 0
+        frames = count_results(request.arguments) if kind == "picture" else 0
     require_encoder(choose_format(output, frames))
 
 
-def _count_pictures(arguments: Mapping[str, Any]) -> int:
-    """Return how many pictures a call with these arguments makes: those for each prompt, of all prompts."""
-    prompts, each = arguments.get("prompt"), arguments.get("num_images_per_prompt")
-    return (each or 1) * (len(prompts) if isinstance(prompts, list) else 1)
+def count_results(arguments: Mapping[str, Any]) -> int:
+    """Return how many pictures or videos a call makes at a time: those for each prompt, of all prompts."""
+    names = ("num_images_per_prompt", "num_videos_per_prompt")
+    each, prompts = next(filter(None, map(arguments.get, names)), 1), arguments.get("prompt")
+    return int(each) * (len(prompts) if isinstance(prompts, list) else 1)
 
 
 def _refuse_several_videos(pipeline_class: type, request: Request) -> None:
@@ -138,7 +139,7 @@ def count_frames(pipe: Any, arguments: Mapping[str, Any]) -> int | None:
     if kind == "sound":
         return 0
     if kind == "picture":
-        return _count_pictures(arguments)
+        return count_results(arguments)
     is_told = any(find_pipeline_argument(name, pipeline_class) for name in ("frames", "video"))
     return find_frames(pipe, dict(arguments)) if is_told else None
 

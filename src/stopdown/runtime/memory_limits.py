@@ -27,6 +27,7 @@ from stopdown.number_formats import format_bytes, parse_bytes
 from stopdown.pipelines.allowed_sizes import find_own_sides
 from stopdown.pipelines.loader import move_program
 from stopdown.pipelines.requests import Request, build_arguments, find_frames, find_steps
+from stopdown.pipelines.results import count_results
 from stopdown.plans.applier import AppliedPlan
 from stopdown.records import MemoryPlan
 
@@ -54,12 +55,14 @@ def count_limit(asked: MemoryPlan, device: Device) -> int:
     """Return the memory limit of a run on a device in bytes; `auto` is what other programs leave free.
 
     Runs at the same time share all of the device's memory, as each of them begins with another part free.
+    An accelerator's limit is at most that, whatever was asked.
     """
-    if asked.asked != "auto":
-        return parse_bytes(asked.asked)
+    given = None if asked.asked == "auto" else parse_bytes(asked.asked)
     if device.type == "cpu":
-        return find_host_bytes() // asked.share
-    return find_device_bytes(device) if asked.share == 1 else device.memory_bytes // asked.share
+        return find_host_bytes() // asked.share if given is None else given
+    alone = asked.share == 1
+    there = find_device_bytes(device) if alone else device.memory_bytes // asked.share
+    return min(filter(None, (given, there)), default=0)
 
 
 def fit_run(
@@ -91,6 +94,11 @@ def fit_run(
         move_program(loaded.pipe, device)
         return loaded
     limit_bytes = count_limit(asked, device)
+    if asked.asked != "auto" and limit_bytes < (given := parse_bytes(asked.asked)):
+        announce(
+            f"{device} has {format_bytes(limit_bytes)} for this run, less than the {format_bytes(given)} "
+            "that it was given, so that is the limit."
+        )
     if asked.asked == "auto" and tiling is None:
         bound = _bound_run(loaded, request, device)
         if bound <= limit_bytes:
@@ -157,7 +165,7 @@ def _bound_run(loaded: AppliedPlan, request: Request, device: Device) -> int:
         default = getattr(taken.get(name), "default", None)
         found = arguments.get(name) or (default if isinstance(default, int) else side)
         sides.append(int(found))
-    pixels = find_frames(pipe, arguments) * math.prod(sides)
+    pixels = count_results(arguments) * find_frames(pipe, arguments) * math.prod(sides)
     modules = find_components(pipe).values()
     weights = sum(x.nbytes for module in modules for x in module.parameters())
     formats = {decision.precision for decision in loaded.decisions}

@@ -226,7 +226,8 @@ class Runner:
             self._misfits[sizes] = error
             raise
         if loaded.offloader is not None:
-            self._placed.enter_context(loaded.offloader)
+            with describing_out_of_memory():
+                self._placed.enter_context(loaded.offloader)
         stages["place"] = time.perf_counter() - begun
         self.loaded, self._sizes = loaded, sizes
         return loaded
