@@ -315,6 +315,25 @@ def test_the_same_options_give_the_same_bytes(run: Any, out: Path, suffix: str) 
     assert written[0] == written[1] != written[2]
 
 
+def test_a_wrong_format_is_refused_before_the_download(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a pipeline makes is known from its class, before its weights are there."""
+    monkeypatch.setattr(generate_command, "find_kind", lambda source: "hub")
+    monkeypatch.setattr(generate_command, "is_complete", lambda source: False)
+
+    def find(options: Any, display: Any, with_weights: bool = True) -> Any:
+        assert not with_weights
+        return resolve_source("shapes")
+
+    monkeypatch.setattr(generate_command, "find_named_source", find)
+    monkeypatch.setattr(
+        "stopdown.app.size_limits.show_before_download", lambda *_: pytest.fail("it goes on")
+    )
+    with pytest.raises(OptionError, match=r"clip\.png is a single picture"):
+        generate(GenerateOptions("owner/name", "a", output=str(out / "clip.png")))
+
+
 @pytest.mark.parametrize("words", ["image={}", 'image=["other.png", "{}"]', 'image="{}"'])
 def test_a_file_in_an_argument_is_not_replaced(words: str, out: Path) -> None:
     """The output of a run isn't what it reads, even with --force."""

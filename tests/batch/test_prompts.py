@@ -87,6 +87,7 @@ WRONG = {
     "kind": ("a.jsonl", '{"prompt": "a", "seed": []}\n', "the field seed holds"),
     "fields": ("a.csv", "prompt,seed\na,1,2\n", "a different number of fields than the first"),
     "name": ("a.jsonl", '{"prompt": "a", "name": "../x"}\n', "'../x' is no name of a file"),
+    "long name": ("a.jsonl", f'{{"name": "{"猫" * 70}"}}\n', "猫' is too long for a file"),
     "names": (
         "a.jsonl",
         '{"prompt": "a", "name": "X"}\n{"prompt": "b", "name": "x"}\n',

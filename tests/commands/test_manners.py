@@ -311,6 +311,15 @@ def test_several_runs_have_seeds_and_names_of_their_own(here: Path) -> None:
         list_run_options(GenerateOptions("shapes", "a", num=2, journal=here))
     with pytest.raises(OptionError, match="--num 0 is less than 1"):
         list_run_options(GenerateOptions("shapes", "a", num=0))
+    with pytest.raises(OptionError, match="seed=9223372036854775808 isn't a seed"):
+        list_run_options(GenerateOptions("shapes", "a", seed=2**63 - 1, num=2))
+
+
+@pytest.mark.parametrize("name", ["frames", "v1.0", "clip.mp4"])
+def test_several_folders_stay_folders(here: Path, name: str) -> None:
+    """A folder `clip.mp4/` became two videos, and one with a point in its name was refused."""
+    runs = list_run_options(GenerateOptions("shapes", "a", output=f"{name}/", num=2))
+    assert [one.output for one in runs] == [f"{name}-1/", f"{name}-2/"]
 
 
 @pytest.mark.thorough

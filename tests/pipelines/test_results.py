@@ -128,6 +128,15 @@ def test_a_missing_encoder_is_told_before_the_run(
     check_format(kind, request, name)
 
 
+def test_a_video_is_no_picture_before_its_length_is_known() -> None:
+    """`-o a.png` for a video was refused once the model was downloaded, planned and loaded."""
+    kind = diffusers.CogVideoXPipeline
+    with pytest.raises(OptionError, match=r"a\.png is a single picture"):
+        check_format(kind, Request("a"), "a.png")
+    check_format(kind, Request("a", frames=1), "a.png")
+    check_format(kind, Request("a", video=np.zeros((1, 4, 4, 3), np.uint8)), "a.png")
+
+
 def test_several_videos_at_a_time_are_refused() -> None:
     """One of them was written, and the others were lost without a word."""
     kind = diffusers.CogVideoXPipeline

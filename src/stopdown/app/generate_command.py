@@ -43,9 +43,15 @@ from stopdown.devices.device_choice import Device, choose_device
 from stopdown.devices.environment import count_launched
 from stopdown.errors import OptionError
 from stopdown.files.outputs import check_target, find_free, find_record_path, refuse_nameless
-from stopdown.frames.media import check_output
+from stopdown.frames.media import FOLDER, check_output, choose_format
 from stopdown.number_formats import list_all
-from stopdown.pipelines.requests import FIELDS, MEDIA, Request, refuse_missing_prompt
+from stopdown.pipelines.requests import (
+    FIELDS,
+    MEDIA,
+    Request,
+    check_seed,
+    refuse_missing_prompt,
+)
 from stopdown.plans.plan_files import describe_no_plan
 from stopdown.plans.precision import find_plan_path, parse_request
 from stopdown.records import MemoryForecast, MemoryPlan, Plan, RunRecord, describe_no_run
@@ -187,19 +193,27 @@ def list_run_options(options: GenerateOptions) -> list[GenerateOptions]:
     if options.num == 1:
         return [options]
     check_pairs(options)
-    path = Path(options.output) if options.output is not None else None
-    if path is not None:
-        refuse_nameless(path)
+    check_seed("seed", options.seed + options.num - 1)
+    if options.output is not None:
+        refuse_nameless(options.output)
     runs = []
     for number in range(options.num):
         own: dict[str, Any] = {"num": 1, "seed": options.seed + number}
-        if path is not None:
-            own["output"] = str(path.with_stem(f"{path.stem}-{number + 1}"))
+        if options.output is not None:
+            own["output"] = _number_output(options.output, number + 1)
         runs.append(dataclasses.replace(options, **own))
     for run in runs:
         if run.output is not None:
             _check_output_early(run)
     return runs
+
+
+def _number_output(output: str, number: int) -> str:
+    """Return an output's name with a number: `clip-2.mp4`, and `v1.0-2/` for a folder."""
+    path = Path(output)
+    if choose_format(output, None) == FOLDER:
+        return f"{path.with_name(f'{path.name}-{number}')}/"
+    return str(path.with_stem(f"{path.stem}-{number}"))
 
 
 @dataclass
@@ -312,6 +326,8 @@ def _find_source(run: _Run) -> Source:
             from stopdown.sources.needed_packages import refuse_missing_packages
 
             refuse_missing_packages(found)
+            if options.output is not None:
+                _check_format(found, request, options.output)
 
             run.model.forecast = show_before_download(options, found, request, display)
             from stopdown.plans.plan_choice import certified_on_arrival
@@ -321,6 +337,14 @@ def _find_source(run: _Run) -> Source:
             ):
                 return find_named_source(options, display)
     return find_named_source(options, display)
+
+
+def _check_format(source: Source, request: Request, output: str) -> None:
+    """Refuse an output that does not suit what the pipeline makes, from its class alone."""
+    from stopdown.pipelines.results import check_format
+    from stopdown.sources.component_classes import find_class
+
+    check_format(find_class("diffusers", source.pipeline_class), request, output)
 
 
 def _ask_memory(run: _Run) -> MemoryPlan | None:
@@ -336,7 +360,7 @@ def _choose_model(run: _Run, source: Source) -> None:
         OptionError: the pipeline cannot make the output format or size.
     """
     from stopdown.pipelines.class_selection import select_pipeline
-    from stopdown.pipelines.results import check_format, choose_suffix
+    from stopdown.pipelines.results import choose_suffix
     from stopdown.runtime.runs import Runner
     from stopdown.sources.component_classes import find_class
 
@@ -345,7 +369,7 @@ def _choose_model(run: _Run, source: Source) -> None:
     run.model.source = found
     pipeline_class = find_class("diffusers", found.pipeline_class)
     run.model.output = f"{DEFAULT_OUTPUT}{choose_suffix(pipeline_class, request)}"
-    check_format(pipeline_class, request, options.output or run.model.output)
+    _check_format(found, request, options.output or run.model.output)
     refuse_too_large(
         found,
         request,

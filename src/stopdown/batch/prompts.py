@@ -72,6 +72,7 @@ class Item(_Asked):
 
 _MOST_BYTES = 2**28
 _FIELDS = tuple(entry.name for entry in dataclasses.fields(Item) if entry.name != "line")
+_MOST_NAME_BYTES = 200  # of 255, with suffixes and the name of a temporary file
 _NAME = re.compile(r"\w[\w .+-]{0,99}")
 _FORMS = (
     "A prompts file is UTF-8 text with one prompt on each line, or a .jsonl or .csv file with the fields "
@@ -231,6 +232,8 @@ def make_item(said: Mapping[str, Any], number: int, refuse: Callable[[str], Inpu
             raise refuse(fault)
     if item.name is not None and not _NAME.fullmatch(item.name):
         raise refuse(f"{item.name[:60]!r} is no name of a file.")
+    if len((item.name or "").encode()) > _MOST_NAME_BYTES:
+        raise refuse(f"the name {item.name!r} is too long for a file.")
     return item
 
 

@@ -11,11 +11,10 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stopdown.errors import OptionError
-from stopdown.frames.media import SOUNDS, choose_format, require_encoder
+from stopdown.frames.media import choose_format, require_encoder
 from stopdown.pipelines.requests import Request, find_frames, find_pipeline_argument
 
 if TYPE_CHECKING:
@@ -108,10 +107,15 @@ def check_format(pipeline_class: type, request: Request, output: str) -> None:
         )
     if kind == "video":
         _refuse_several_videos(pipeline_class, request)
-        frames = request.frames or (2 if Path(output).suffix.lower() in SOUNDS else None)
+        given = None if request.video is None else len(request.video)
+        frames = request.frames or given or _MORE_THAN_ONE
     else:
         frames = count_results(request.arguments) if kind == "picture" else 0
     require_encoder(choose_format(output, frames))
+
+
+_MORE_THAN_ONE = 2
+"""Frames of a video for which no number is asked; the pipeline's own is known once it's loaded."""
 
 
 def count_results(arguments: Mapping[str, Any]) -> int:
