@@ -90,9 +90,11 @@ class BoundedCalls:
         """Return a scaling that was solved for these calls with a sentence on how much is proven, and
         for which inputs.
         """
+        rest = _MEASURED
         if self.guessed:
-            scaling = replace(scaling, measured_bits=None)
-        rest = _GUESSED if self.guessed else describe_measured(scaling)
+            scaling, rest = replace(scaling, measured_bits=None), _GUESSED
+        elif scaling.measured_bits is not None:
+            rest += f" and have {describe_least(scaling.measured_bits)}"
         said = [
             describe_share(scaling.values, scaling.bounded, rest, note_limits(self.stated)),
             *_describe_scores(self.bounds),
@@ -266,27 +268,7 @@ def _is_certain(limit: Limit, exponent: int) -> bool:
     return keeps or not 0 < largest * 2.0**exponent < seen.least_stored
 
 
-def find_least_headroom(limits: Iterable[Limit], exponent: Callable[[int], int]) -> float | None:
-    """Return the least headroom of scaled tensors in bits below fp16's maximum; None if there are none.
-
-    Args:
-        exponent: maps an unknown to its exponent.
-    """
-    rooms = (headroom_bits(x.range.amax, x.dtype) - exponent(x.unknown) for x in limits)
-    found = min(rooms, default=math.inf)
-    return found if math.isfinite(found) else None
-
-
 _MEASURED = "the rest were measured"
-
-
-def describe_measured(scaling: Scaling) -> str:
-    """Describe, for people, the evidence for activations that no proven bound keeps in range: `the rest
-    were measured…`.
-    """
-    if scaling.measured_bits is None:
-        return _MEASURED
-    return f"{_MEASURED} and have {describe_least(scaling.measured_bits)}"
 
 
 _GUESSED = "the rest are estimated, and watched at run time"
@@ -327,15 +309,17 @@ def describe_solution(problem: Problem, solution: Solution) -> Scaling:
     def at(unknown: int) -> int:
         return solution.exponents[problem.system.find(unknown)]
 
+    def room(limit: Limit) -> float:
+        return headroom_bits(limit.range.amax, limit.dtype) - at(limit.unknown)
+
     folds = {name: at(unknown) for name, unknown in problem.parameters.items()}
     eps = {".".join(filter(None, key)): at(unknown) for key, unknown in problem.eps.items()}
     multiplies = {path: at(unknown) for path, unknown in problem.multiplies.items()}
     outputs = {number: at(unknown) for number, unknown in problem.outputs.items()}
     limits = problem.list_fp16_limits(solution.fp32_modules)
-    rooms = ((headroom_bits(x.range.amax, x.dtype) - at(x.unknown), x.place) for x in limits)
-    headroom, tightest = min(rooms, default=(None, ""))
+    headroom, tightest = min(((room(x), x.place) for x in limits), default=(None, ""))
     values, uncertain = len(limits), find_uncertain(limits, at)
-    facts = problem.facts
+    least, facts = min(map(room, uncertain), default=math.inf), problem.facts
     return Scaling(
         exponents=_without_zeros(_join_columns(folds)),
         eps=_without_zeros(eps),
@@ -347,7 +331,7 @@ def describe_solution(problem: Problem, solution: Solution) -> Scaling:
         values=values,
         bounded=values - len(uncertain),
         uncertain=tuple(x.place for x in uncertain),
-        measured_bits=find_least_headroom(uncertain, at),
+        measured_bits=least if math.isfinite(least) else None,
         pinned={name: tuple(sorted(set(places))) for name, places in facts.pinned.items()},
         fp32_flops=sum(facts.flops.get(path, 0.0) for path in solution.fp32_modules),
         kept_buffers=tuple(sorted(facts.kept_buffers)),

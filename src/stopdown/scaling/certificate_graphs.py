@@ -153,6 +153,7 @@ class _Exporter:
         self.module, self.scaling, self.stated, self.reading = (
             module, scaling, stated, reading)  # fmt: skip
         self.capture: Capture = measured.capture
+        self.names = dict(stated.inputs)  # placeholder names to those of the arguments
         self.nodes: list[dict[str, Any]] = []
         self.ids: dict[Node, str] = {}
         self.inner: dict[Node, str] = {}
@@ -162,11 +163,6 @@ class _Exporter:
         closed = frozenset(stream.cast_output_down if stream else ())
         self.statement = CallStatement(Problem(), module, measured, 0, True, closed, ())
         self.aliases = find_aliases(self.capture.graph.graph)
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Maps placeholder names of the call's tensors to the names of their arguments."""
-        return dict(self.stated.inputs)
 
     def export(self) -> dict[str, Any]:
         graph = self.capture.graph.graph
@@ -742,18 +738,15 @@ class _Exporter:
         return {"rule": "lookup", **self._weigh(given, "weight")}
 
     def _export_normalise(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        made = {"rule": "norm", "from": [self._need(given["input"], node)],
-                "inner": len(given["normalized_shape"]),
-                **self._weigh(given, "weight", "bias")}  # fmt: skip
-        return {**made, "eps": self._eps_exponent(node, given.get("eps"))}
+        return self._norm(node, given, inner=len(given["normalized_shape"]))
 
     def _export_normalise_groups(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        made = {"rule": "norm", "from": [self._need(given["input"], node)],
-                "groups": int(given["num_groups"]), **self._weigh(given, "weight", "bias")}  # fmt: skip
-        return {**made, "eps": self._eps_exponent(node, given.get("eps"))}
+        return self._norm(node, given, groups=int(given["num_groups"]))
 
-    def _eps_exponent(self, node: Node, eps: float | None) -> int:
-        return self._number_exponent(node, eps).get("number_exponent", 0)
+    def _norm(self, node: Node, given: Mapping[str, Any], **size: int) -> dict[str, Any]:
+        eps = self._number_exponent(node, given.get("eps")).get("number_exponent", 0)
+        return {"rule": "norm", "from": [self._need(given["input"], node)], **size,
+                **self._weigh(given, "weight", "bias"), "eps": eps}  # fmt: skip
 
     def _export_matmul(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         pair = given["self"], given.get("mat2", given.get("other"))

@@ -253,10 +253,7 @@ def relate_power(op: PlacedOperation) -> None:
     exponent = op.given.get("exponent")
     if not isinstance(exponent, (int, float)) or exponent * 2 != int(exponent * 2):
         return op.pin()
-    if exponent < 0:
-        op.around.keep_from_zero(op.given["self"])
-    terms = (op.of(op.given["self"]), int(exponent * 2)), (op.out, -2)
-    return op.system.relate(*terms)
+    return relate_fixed_power(str(int(exponent * 2)))(op)
 
 
 def relate_fixed_power(halves: str) -> Rule:
@@ -294,12 +291,11 @@ def relate_batch_norm(op: PlacedOperation) -> None:
     """State the rule of a batch norm: the stored mean scales as the input, the variance and eps by the
     square.
     """
-    if op.given.get("training") or op.given.get("running_mean") is None:
-        return relate_norm(op)
     relate_norm(op)
-    source = op.of(op.given["input"])
-    op.system.equate(source, op.of(op.given["running_mean"]))
-    return op.system.relate((op.of(op.given["running_var"]), -1), (source, 2))
+    if not op.given.get("training") and op.given.get("running_mean") is not None:
+        source = op.of(op.given["input"])
+        op.system.equate(source, op.of(op.given["running_mean"]))
+        op.system.relate((op.of(op.given["running_var"]), -1), (source, 2))
 
 
 def _affine(op: PlacedOperation) -> None:

@@ -123,7 +123,8 @@ class AdapterFolds(SameInCopies):
                     remedy="Load the other one by its own name, load_lora_weights(FILE, "
                     f'adapter_name="other"), and then remove the first: delete_adapters({name!r}).',
                 )
-            self._release()
+            for followed in self._list_followed():
+                followed.release()
             return load(*args, **kwargs)
 
         return call
@@ -135,10 +136,6 @@ class AdapterFolds(SameInCopies):
         for followed in self._list_followed():
             followed.patches.undo()
         self._layers.clear()
-
-    def _release(self) -> None:
-        for followed in self._list_followed():
-            followed.release()
 
 
 def _after(action: Callable[[], None], inner: Callable[..., Any]) -> Callable[..., Any]:

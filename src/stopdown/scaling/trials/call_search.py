@@ -113,7 +113,7 @@ class _CallSearch:
         if residual == "fp32":
             yield self._find_streamed
         if not self._failed(CaptureError):
-            yield self._find_native
+            yield partial(self._find_tried, None, "isn't kept in fp32")
         if residual != "fp32" and self._failed(TrialError):
             yield self._find_streamed
         if self._failed(CaptureError, TrialError) or self.unsolved is not None:
@@ -129,9 +129,6 @@ class _CallSearch:
     def _find_streamed(self) -> Scaling:
         stream = plan_stream(self.module, [kind[0] for kind in self.kinds], self.captures)
         return self._find_tried(stream, "is kept in fp32")
-
-    def _find_native(self) -> Scaling:
-        return self._find_tried(None, "isn't kept in fp32")
 
     def _find_tried(self, stream: ResidualStream | None, what: str) -> Scaling:
         found = self._scale(stream)

@@ -181,7 +181,10 @@ def add_call(
     if (known := next(same, None)) is not None:
         found[known] = measure_again(found[known], module, args, kwargs)
     else:
-        found.append(_measure(captures.take(one, stream), one))
+        capture = captures.take(one, stream)
+        blocks, clamps = split_values(capture), find_kept_clamps(capture)
+        ranges, _ = run_capture(capture, owner_of(call), args, kwargs, blocks, clamps)
+        found.append(MeasuredCall(capture, blocks, ranges))
 
 
 def _capture_streamed(
@@ -223,13 +226,6 @@ def capture_answered(
         return capture_call(
             *call, dtype=torch.float16, wide=wide, answers=answers, operands=operands
         )
-
-
-def _measure(capture: Capture, one: PlainCall) -> MeasuredCall:
-    call, args, kwargs = one
-    blocks, clamps = split_values(capture), find_kept_clamps(capture)
-    ranges, _ = run_capture(capture, owner_of(call), args, kwargs, blocks, clamps)
-    return MeasuredCall(capture, blocks, ranges)
 
 
 def _clamps_anyway(one: PlainCall) -> bool:

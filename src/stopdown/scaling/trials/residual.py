@@ -210,7 +210,12 @@ class _Reader:
         self.attentions = {module_path(n) for n in self.nodes if self._is_functional(n)} - {""}
         self.inner = {own[node] for node in own if node in self.interior}
         self.writers = {own[n] for n in own if self._is_writer(n)} & capture.single_outputs
-        parameters = {n: name for n, name in self._list_parameters() if n.users}
+        parameters = {
+            n: name
+            for n in self.nodes
+            if (name := capture.parameters.get(n.name)) and n.users
+            if is_float(n) and n.meta["val"].dtype == capture.dtype
+        }
         self.narrow = {name for n, name in parameters.items() if self._stays_narrow(n)}
         self.beside = {
             name for n, name in parameters.items() if math.prod(shape_of(n)) <= LARGEST_KEPT
@@ -229,12 +234,6 @@ class _Reader:
                 names = {self.capture.parameters.get(x.name) for x in node.all_input_nodes}
                 found |= {module_path(node)} if names & kept else set()
         return found
-
-    def _list_parameters(self) -> Iterator[tuple[Node, str]]:
-        for node in self.nodes:
-            name = self.capture.parameters.get(node.name)
-            if name and is_float(node) and node.meta["val"].dtype == self.capture.dtype:
-                yield node, name
 
     def _is_weighted(self, node: Node) -> bool:
         """Return whether a node multiplies by a parameter (linear, convolution) or looks up rows of one

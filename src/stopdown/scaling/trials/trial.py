@@ -94,7 +94,11 @@ def run_reference(module: torch.nn.Module, calls: Sequence[PlainCall]) -> list[R
         runs = [_run_counted(module, call, is_fp32=is_fp32) for call in calls]
     except Exception as error:
         if is_fp32 and _REFUSES_FP32.search(str(error)):
-            raise _explain_refusal(module, error) from error
+            raise ScalingError(
+                f"{type(module).__name__} doesn't run in fp32: {take_first_line(error)}",
+                expected="A module in fp32 is run in fp32, where every bit is compared.",
+                remedy="Cast it first, and give arguments in fp16: rescale_(module.half(), args).",
+            ) from error
         raise
     _refuse_kept_state(module, runs[0], kept)
     if is_fp32:
@@ -133,14 +137,6 @@ def _refuse_kept_state(module: torch.nn.Module, run: Run, kept: KeptState) -> No
 
 _REFUSES_FP32 = re.compile(r"fp16|float16")
 """Matches error messages of kernels that accept only 16-bit dtypes, such as flash and sage attention."""
-
-
-def _explain_refusal(module: torch.nn.Module, error: Exception) -> ScalingError:
-    return ScalingError(
-        f"{type(module).__name__} doesn't run in fp32: {take_first_line(error)}",
-        expected="A module in fp32 is run in fp32, where every bit is compared.",
-        remedy="Cast it first, and give arguments in fp16: rescale_(module.half(), args).",
-    )
 
 
 def try_scaling(module: torch.nn.Module, scaling: Scaling, reference: Sequence[Run]) -> Trial:

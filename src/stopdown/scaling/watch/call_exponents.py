@@ -99,14 +99,11 @@ def find_ends(
             return None
     if not found.settle_rest():
         return None
-    inputs = {n: found.at(unknown) for n, unknown in problem.inputs.items()}
-    outputs = {n: found.at(unknown) for n, unknown in problem.outputs.items()}
-    return CallEnds(
-        {n: x for n, x in inputs.items() if x},
-        {n: x for n, x in outputs.items() if x},
-        len(capture.inputs),
-        capture.outputs,
+    inputs, outputs = (
+        {number: exponent for number, unknown in ends.items() if (exponent := found.at(unknown))}
+        for ends in (problem.inputs, problem.outputs)
     )
+    return CallEnds(inputs, outputs, len(capture.inputs), capture.outputs)
 
 
 def _fix_all(

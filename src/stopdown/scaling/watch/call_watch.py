@@ -571,9 +571,6 @@ class CallWatch(SameInCopies):
         start, _, rest = signature.removesuffix(")").partition("(")
         return f"{start}({', '.join(filter(None, (rest, *others)))})", sizes
 
-    def _is_guarded(self, call: ComponentCall) -> bool:
-        return has_layer(call.callee.owner, find_slot(call.callee), Rank.GUARD)
-
     def _call_scaled(self, ends: CallEnds, call: ComponentCall) -> tuple[bool, Any]:
         """Make a call whose signature wasn't measured; return whether its output is right and finite,
         and the output.
@@ -581,7 +578,8 @@ class CallWatch(SameInCopies):
         Args:
             ends: powers of two for the call's arguments and outputs.
         """
-        if ends.inputs and len(list(_list_tensors(call))) != ends.given:
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        if ends.inputs and sum(isinstance(x, torch.Tensor) for x in leaves) != ends.given:
             return False, None  # not those that were traced
         if find_path(call):
             is_half = torch.float16 in {x.dtype for x in call.callee.owner.parameters()}
@@ -599,7 +597,8 @@ class CallWatch(SameInCopies):
                 return True, output
         made = {id(x): x for x in iterate_tensors(output)}
         is_known = not ends.outputs or len(made) == ends.returned
-        is_unread = self._is_guarded(call) or not is_plain()
+        is_guarded = has_layer(call.callee.owner, find_slot(call.callee), Rank.GUARD)
+        is_unread = is_guarded or not is_plain()
         is_right = is_unread or are_finite(output) or not call.is_given_finite
         return is_known and is_right, output
 
@@ -721,11 +720,6 @@ def _scale_inputs(ends: CallEnds, call: ComponentCall, *, narrows: bool = False)
         leaves[places[number]] = narrow_if_exact(torch.float16, scaled) if is_beyond else scaled
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return replace(call, args=args, kwargs=kwargs)
-
-
-def _list_tensors(call: ComponentCall) -> Iterator[torch.Tensor]:
-    leaves = pytree.tree_leaves((call.args, call.kwargs))
-    yield from (x for x in leaves if isinstance(x, torch.Tensor))
 
 
 @dataclass

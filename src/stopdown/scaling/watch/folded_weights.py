@@ -191,13 +191,16 @@ class _Weight:
         return True
 
     def is_like(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor has the recorded values, or can't be compared with them.
+        """Return whether a tensor has the recorded values, both rounded to the narrower of their dtypes,
+        or can't be compared with them.
 
         Cost: a host read.
         """
         if self.sample is None or not has_values(tensor):
             return True
-        return _are_alike(self.sample, _sample(tensor))
+        before, now = self.sample, _sample(tensor)
+        narrow = min(before.dtype, now.dtype, key=lambda x: x.itemsize)
+        return torch.equal(before.to(narrow), now.to(narrow))
 
 
 def _list_weights(module: torch.nn.Module, scaling: Scaling) -> Iterator[_Weight]:
@@ -221,11 +224,3 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     rows = tensor.detach().reshape(len(tensor) if tensor.dim() else 1, -1)
     numbers = torch.arange(max(rows.shape), device=rows.device)
     return rows[numbers % rows.shape[0], numbers % rows.shape[1]].cpu()
-
-
-def _are_alike(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Return whether two samples of a weight are equal once both are rounded to the narrower of their
-    dtypes.
-    """
-    narrow = min(before.dtype, now.dtype, key=lambda x: x.itemsize)
-    return torch.equal(before.to(narrow), now.to(narrow))
