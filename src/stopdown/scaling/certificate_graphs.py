@@ -24,7 +24,7 @@ from stopdown.operations import Operation, find_operation
 from stopdown.scaling.bounds.evaluation import writes_in_place
 from stopdown.scaling.bounds.input_limits import InputStatement, state_calls
 from stopdown.scaling.bounds.known_values import BoundedOperation
-from stopdown.scaling.bounds.propagation import find_aliases
+from stopdown.scaling.bounds.propagation import find_aliases, find_cut
 from stopdown.scaling.bounds.rules import find_written_norm, read_vector_norm
 from stopdown.scaling.bounds.singular_values import MOST_WORK, bound_parts
 from stopdown.scaling.exponents.problem import (
@@ -41,6 +41,7 @@ from stopdown.scaling.graph.blocks import find_part, has_known_indices, is_part,
 from stopdown.scaling.graph.capture import Capture, module_path
 from stopdown.scaling.graph.nodes import (
     arguments,
+    has_kind,
     is_float,
     is_kind,
     is_range_clamp,
@@ -243,7 +244,7 @@ class _Exporter:
             x for x, y in self.aliases.items() if y is root and x in self.ids and x is not node
         ]:
             part = new
-            if shape_of(other) != shape_of(node):
+            if shape_of(other) != shape_of(node) or find_cut(node, other) != set():
                 rank, ranks = len(shape_of(node)), len(shape_of(other))
                 made = {"rule": "mix", "from": [part], "dims": [*range(rank)], "of": "places"}
                 made = {"rule": "view", "from": [self._add(other, made, [1] * rank)]}
@@ -377,12 +378,14 @@ class _Exporter:
 
     def _export_same(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         name = operation(node).rstrip("_")
-        if abs(given.get("negative_slope") or 0) > 1:
+        if abs(given.get("negative_slope") or 0) > 1 or given.get("train"):
             raise _NoRule
         function = _SAME.get(name, name if name in _NAMED else "copy")
         return {"rule": "same", "function": function, "from": [self._first(node)]}
 
     def _export_reshape(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        if "dtype" in given:  # the same bits read as another number
+            raise _NoRule
         if shape_of(node) == shape_of(node.args[0]):
             return {"rule": "same", "function": "copy", "from": [self._first(node)]}
         return {"rule": "view", "from": [self._first(node)]}
@@ -553,7 +556,7 @@ class _Exporter:
 
     def _export_add(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         first, other = given["self"], given["other"]
-        factor = float(given.get("alpha", 1) or 1) * (-1 if is_kind(node, "subtract") else 1)
+        factor = float(given.get("alpha", 1)) * (-1 if has_kind(node, "subtract") else 1)
         if isinstance(other, Node) and isinstance(first, Node):
             pair = [self._need(x, node) for x in (first, other)]
             return {"rule": "add", "from": pair, **({} if factor == 1 else {"factor": factor})}
@@ -654,10 +657,10 @@ class _Exporter:
         if numbers == [0, None]:
             return {"rule": "same", "function": "relu", "from": [self._first(node)]}
         if not all(isinstance(x, (int, float)) for x in numbers):
-            (number,) = (x for x in numbers if x is not None)
-            if not isinstance(number, (int, float)):
+            number = next((x for x in numbers if x is not None), None)
+            if not isinstance(number, (int, float)) or None not in numbers:
                 raise _NoRule
-            of = "choice" if given.get("min") is None else "larger"
+            of = "larger" if number == given.get("min") and number > 0 else "choice"
             made = {
                 "rule": "either",
                 "from": [self._first(node)],
@@ -679,7 +682,7 @@ class _Exporter:
         return self._filled(1.0)
 
     def _export_fill(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        number = given.get("fill_value", given.get("value", 1.0))
+        number = next(given[x] for x in ("fill_value", "value", "s") if x in given)
         if not isinstance(number, (int, float)):
             raise _NoRule
         return self._filled(read_magnitude(node, number))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -259,3 +260,166 @@ def test_a_norm_needs_no_limit_on_its_input() -> None:
     assert case.bounds.values["tensors_0"] is None
     assert bound is not None
     assert 4.0 <= bound.largest <= 4.02
+
+
+class Called(nn.Module):
+    """A function of an input, with a few layers that it may call."""
+
+    def __init__(self, function: Callable[[Called, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.norm = function, nn.LayerNorm(8)
+        self.norm.weight.data = torch.tensor([100.0, *[1.0] * 6, 0.01])
+        self.register_buffer("memory", torch.zeros(4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x) * 1
+
+
+def list_exceeding(function: Callable[[Called, torch.Tensor], torch.Tensor]) -> list[float]:
+    """By how many times draws exceed the bound of a function's result, by element or by row; none if it
+    has no bound.
+    """
+    drawn = torch.Generator().manual_seed(0)
+    case = bound_module(Called(function), torch.randn(4, 8, generator=drawn))
+    (last,) = case.capture.graph.graph.output_node().all_input_nodes
+    bound, ratios = case.bounds.values[last.name], []
+    for i in range(24 if bound is not None else 0):
+        x = torch.randn(4, 8, generator=drawn)
+        made = Called(function)(64 * (x.sign() if i % 2 else x.clamp(-1, 1))).detach().double()
+        length = made.square().sum(tuple(bound.rows), keepdim=True).sqrt()
+        ratios += [float((made.abs() / bound.peak).max()), float((length / bound.norm).max())]
+    return [x for x in ratios if x > 1 + 1e-6]
+
+
+def divide_by_root(module: Called, x: torch.Tensor) -> torch.Tensor:
+    x = x * 1
+    return x.div_(torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+def average_by_one_mask(module: Called, x: torch.Tensor) -> torch.Tensor:
+    x = x.reshape(2, 2, 8)
+    mask = (x[:, :1, :1] > -1e9).long()
+    return (x * mask).sum(1) / mask.sum(1)
+
+
+MISREAD: dict[str, Callable[[Called, torch.Tensor], torch.Tensor]] = {
+    "channels in another order": lambda m, x: m.norm(x).index_select(-1, torch.arange(8).flip(0)),
+    "a dropout in training": lambda m, x: functional.dropout(x, 0.5, training=True),
+    "a subtraction with alpha": lambda m, x: torch.rsub(x, 1.0, alpha=4),
+    "a steep leaky ReLU": lambda m, x: functional.leaky_relu(x, 3.0),
+    "sequences of several sizes": lambda m, x: nn.utils.rnn.pad_sequence([x[:2] * 0.1, x], True),
+    "a padding of a number": lambda m, x: nn.utils.rnn.pad_sequence([x[:2], x], True, 5e3),
+    "bits of another format": lambda m, x: x.half().view(torch.int16).view(torch.bfloat16).float(),
+    "bits of bf16": lambda m, x: x.half().view(torch.bfloat16).float(),
+    "one mask for several": average_by_one_mask,
+    "rows of two softmaxes": lambda m, x: torch.where(
+        torch.arange(8) % 2 == 0, (x * 9).softmax(-1), (x.roll(1, -1) * 9).softmax(-1)
+    ),
+    "a quotient in place": divide_by_root,
+    "a clamp that lets its lower limit go": lambda m, x: x / (x * x).clamp(min=1e-3, max=1e-6),
+    "an einsum of one row": lambda m, x: torch.einsum("ij,ij->", x, x[:1]),
+}
+
+
+@pytest.mark.parametrize("way", MISREAD)
+def test_an_argument_that_makes_a_result_larger_is_read(way: str) -> None:
+    """No draw exceeds the bound, if there is one."""
+    assert list_exceeding(MISREAD[way]) == []
+
+
+@pytest.mark.parametrize("equation", ["ij,jk,kl->il", "ij,kl->kl"])
+def test_an_einsum_that_stores_more_has_no_bound(equation: str) -> None:
+    """What an einsum stores before its result may overflow fp16 where the result doesn't."""
+    count = equation.count(",")
+
+    def multiply(module: Called, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum(equation, x[:, :4], *[x[:, :4]] * (count - 1), x[:, :4] * 1e-6)
+
+    case = bound_module(Called(multiply), torch.randn(4, 8))
+    assert case.bounds.values["einsum"] is None
+
+
+def test_a_slice_of_a_cast_is_rounded() -> None:
+    """A part of a concatenation that fp16 rounds up is no larger than its bound."""
+    x = torch.full((4, 8), 64.0)
+
+    def cut(module: Called, x: torch.Tensor) -> torch.Tensor:
+        joined = torch.cat([x.float().tanh() * 64.04, x.float() * 9.0], 1)
+        return joined.half()[:, :8]
+
+    case = bound_module(Called(cut), x.half())
+    bound = case.bounds.values[next(n for n in case.bounds.values if n.startswith("slice"))]
+    assert bound is not None
+    assert float(cut(Called(cut), x).max()) <= bound.largest <= 64.4
+
+
+def write_in_half(module: Called, x: torch.Tensor) -> torch.Tensor:
+    joined = torch.cat([x, x], 1)
+    joined[:, :8].mul_(100)
+    return joined[:, :4]
+
+
+def write_transposed(module: Called, x: torch.Tensor) -> torch.Tensor:
+    made = torch.zeros(8, 8)
+    made.t().copy_(torch.cat([module.norm(x), module.norm(x)]))
+    return made
+
+
+def write_overlapping(module: Called, x: torch.Tensor) -> torch.Tensor:
+    made = torch.cat([x, x]) * 0.01
+    first, second = made[0:4], made[2:6]
+    first.mul_(torch.tensor([1.0, 1.0, 1000.0, 1000.0])[:, None])
+    return second
+
+
+def write_beside(module: Called, x: torch.Tensor) -> torch.Tensor:
+    made = torch.zeros(4, 10)
+    first, second = made[:, :8], made[:, 2:]
+    second.copy_(module.norm(x))
+    return first
+
+
+def write_in_divisor(module: Called, x: torch.Tensor) -> torch.Tensor:
+    below = x.clamp(min=1.0)
+    below[:, :4].mul_(0.001)
+    return x / below
+
+
+def write_in_softmax(module: Called, x: torch.Tensor) -> torch.Tensor:
+    weights = x.softmax(-1)
+    weights[:, :4].mul_(100.0)
+    return weights @ x.reshape(8, 4)
+
+
+def write_in_norm(module: Called, x: torch.Tensor) -> torch.Tensor:
+    x = x * 1
+    factor = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    x[:, :4].mul_(100)
+    return x * factor
+
+
+def write_in_masked_sum(module: Called, x: torch.Tensor) -> torch.Tensor:
+    mask = (x[:, :1] > -1e9).long()
+    total = (x * mask).sum(0, keepdim=True)
+    total[:, :4].mul_(100)
+    return total / mask.sum(0, keepdim=True)
+
+
+def write_in_buffer(module: Called, x: torch.Tensor) -> torch.Tensor:
+    module.memory[:, :4] = x[:, :4]
+    return module.memory
+
+
+WRITES = (
+    write_in_half, write_transposed, write_overlapping, write_beside, write_in_divisor,
+    write_in_softmax, write_in_norm, write_in_masked_sum, write_in_buffer,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", WRITES)
+def test_what_was_written_in_place_is_read(
+    function: Callable[[Called, torch.Tensor], torch.Tensor],
+) -> None:
+    """No rule takes a value for what an operation computed, after a view of it was written in place."""
+    assert list_exceeding(function) == []

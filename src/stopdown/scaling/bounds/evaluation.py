@@ -73,6 +73,8 @@ def evaluate(node: Node, known: KnownValues) -> Any:
         return values[0][number] if isinstance(values[0], list) else None
     if any(isinstance(x, list) for x in values) or writes_in_place(node) or is_kind(node, "blank"):
         return None
+    if arguments(node).get("train") or (is_kind(node, "reshape") and "dtype" in arguments(node)):
+        return None  # a dropout in training; the same bits read as another number
     if len(sources) < len(node.all_input_nodes):
         is_linear = is_kind(node, "linear") and bool(values)
         return _apply_linear(node, values[0], known) if is_linear else None

@@ -116,6 +116,7 @@ class KnownValues:
         self._shares: dict[Node, tuple[Node, float]] = {}
         self.held: dict[Node, Any] = {}
         self.rows: dict[Node, AffineRows] = {}
+        self.overwritten: set[Node] = set()
         self.found = Bounds(limits)
 
     def bound(self, value: Any) -> Bound | None:
@@ -128,7 +129,7 @@ class KnownValues:
         if isinstance(held, Interval):
             return bound_interval(held, shape_of(value))
         if value.name in self.capture.parameters:
-            return self._bound_parameter(value)
+            return None if value in self.overwritten else self._bound_parameter(value)
         return None if is_float(value) else self._bound_integers(value)
 
     def _bound_integers(self, node: Node) -> Bound | None:
@@ -150,8 +151,11 @@ class KnownValues:
     def load(self, node: Node) -> torch.Tensor | None:
         """Load the stored values of the parameter at a placeholder, or of a part that code splits off one.
 
-        Return None for other nodes. The previously loaded parameter is freed.
+        Return None for other nodes, and for a parameter that the code has overwritten. The previously
+        loaded parameter is freed.
         """
+        if node in self.overwritten:
+            return None
         name = self.capture.parameters.get(node.name)
         if name is None:
             return self._load_part(node)
@@ -174,6 +178,8 @@ class KnownValues:
         if split.args[0].name not in self.capture.parameters:
             return None
         whole: Any = self.load(split.args[0])
+        if whole is None:
+            return None
         part: torch.Tensor = split.target(whole, *split.args[1:], **split.kwargs)[number]
         largest = measure_amax(part)
         self._shares[node] = split.args[0], measure_amax(whole) / largest if largest else 1.0
@@ -334,6 +340,19 @@ class BoundedOperation:
             UnboundedError: if the argument has no bound.
         """
         return broadcast(self.bound(value), shape_of(value), self.shape)
+
+    def is_intact(self, last: Any, first: Any) -> bool:
+        """Return whether what operations computed is still there: nothing was written in place into their
+        results.
+
+        A rule that recognises several operations asks this, as it takes each for what it computed.
+
+        Args:
+            last, first: the last operation, and the one that is reached from there by first arguments.
+        """
+        while last is not first and last not in self.known.overwritten:
+            last = last.args[0]
+        return last not in self.known.overwritten
 
     def load(self, name: str) -> torch.Tensor | None:
         """Load the stored values of the argument with this name; return None if the argument is no

@@ -28,7 +28,17 @@ from stopdown.scaling.bounds.row_sums import (
 )
 from stopdown.scaling.bounds.singular_values import MOST_WORK, SMALL, count_work, measure_sigma
 from stopdown.scaling.bounds.values import Bound, Shape, largest_over, norm_over, uniform
-from stopdown.scaling.graph.nodes import arguments, is_kind, read_order, shape_of, strip_casts
+from stopdown.scaling.graph.nodes import (
+    arguments,
+    is_kind,
+    list_casts,
+    read_order,
+    shape_of,
+    strip_casts,
+)
+
+PRECISE = (torch.float16, torch.float32, torch.float64)
+"""Dtypes in which the weights of a mean have a relative error of at most 2**-10."""
 
 SUM_ROUNDING = 2.0**-23
 """Relative error of adding one product to a sum in fp32, including the rounding of the product."""
@@ -194,6 +204,8 @@ def _compose_heads(op: BoundedOperation, outer: torch.Tensor) -> torch.Tensor | 
     if found is None:
         return None
     attention, inner = found
+    if not op.is_intact(op.node.args[0], attention) or not op.is_intact(attention.args[2], inner):
+        return None
     given = arguments(inner)
     bound, values = op.find(given["input"]), op.known.load(given["weight"])
     value = op.find(attention.args[2])
@@ -435,8 +447,9 @@ def _bound_matrices(op: BoundedOperation, first: Any, other: Any) -> Bound:
     if min(map(len, shapes)) < 2:
         raise UnboundedError
     rows, columns, count = len(shapes[0]) - 1, len(shapes[1]) - 2, shapes[0][-1]
-    if is_kind(strip_casts(first), "softmax") and _is_last(strip_casts(first)):
-        return uniform(b.largest, op.shape, b.typical / math.sqrt(max(count, 1)))
+    if _is_mean(first) and op.is_intact(first, strip_casts(first)):
+        loss = 2.0**-10 + count * (SUM_ROUNDING + 2.0**-25)  # fp16 rounds small weights by 2**-25
+        return uniform(b.largest * (1 + loss), op.shape, b.typical / math.sqrt(max(count, 1)))
     by_norm = norm_over(a, shapes[0], (rows,)).amax() * norm_over(b, shapes[1], (columns,)).amax()
     by_peak = count * a.peak.amax() * b.peak.amax()
     size = float(torch.minimum(by_norm, by_peak)) * (1 + count * SUM_ROUNDING)
@@ -444,22 +457,34 @@ def _bound_matrices(op: BoundedOperation, first: Any, other: Any) -> Bound:
     return uniform(size, op.shape, a.typical * b.typical * math.sqrt(count))
 
 
-def _is_last(node: Node) -> bool:
-    rank = len(shape_of(node))
-    return int(arguments(node)["dim"]) % rank == rank - 1
+def _is_mean(node: Node) -> bool:
+    """Return whether the rows of a value are a softmax's weights, in no format narrower than fp16."""
+    source, rank = strip_casts(node), len(shape_of(node))
+    if not is_kind(source, "softmax") or int(arguments(source)["dim"]) % rank != rank - 1:
+        return False
+    return {source.meta["val"].dtype, *list_casts(node)} <= {*PRECISE}
 
 
 def bound_einsum(op: BoundedOperation) -> Bound:
-    """Bound an einsum by the product of the largest magnitudes, times the number of summed terms."""
+    """Bound an einsum by the product of the largest magnitudes, times the number of summed terms.
+
+    Raises:
+        UnboundedError: if an einsum stores results that the graph doesn't have: of three operands, or
+            of one that is summed before it is multiplied.
+    """
     operands = op.given["tensors"]
     bounds = [op.bound(x) for x in operands]
     letters, _, kept = str(op.given["equation"]).replace(" ", "").partition("->")
-    if "." in letters:
+    if "." in letters or len(operands) > 2:
         raise UnboundedError
-    sizes: dict[str, int] = {}
+    sizes: dict[str, list[int]] = {}
     for names, operand in zip(letters.split(","), operands, strict=True):
-        sizes.update(zip(names, shape_of(operand), strict=True))
-    summed = math.prod(size for name, size in sizes.items() if name not in kept)
+        for name, count in dict(zip(names, shape_of(operand), strict=True)).items():
+            sizes.setdefault(name, []).append(count)
+    sums = [x for name, x in sizes.items() if name not in kept and max(x) > 1]
+    if len(operands) == 2 and any(len(x) < 2 or min(x) == 1 for x in sums):
+        raise UnboundedError
+    summed = math.prod(max(x) for x in sums)
     size = math.prod(b.largest for b in bounds) * summed
     typical = math.prod(b.typical for b in bounds) * math.sqrt(summed)
     return uniform(size * (1 + summed * SUM_ROUNDING), op.shape, typical)

@@ -14,8 +14,9 @@ captured call has, sums that a backend rounds to fp16 on the way, operations wit
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +46,7 @@ from stopdown.scaling.bounds.known_values import (
 from stopdown.scaling.bounds.row_lengths import find_read_lengths
 from stopdown.scaling.bounds.row_sums import LOOSE_WEIGHT_FLOOR, WEIGHT_FLOOR
 from stopdown.scaling.bounds.values import Bound, inflate, join, make_bound, uniform, unsized
-from stopdown.scaling.graph.blocks import Blocks
+from stopdown.scaling.graph.blocks import Blocks, find_part
 from stopdown.scaling.graph.capture import Capture, module_path
 from stopdown.scaling.graph.nodes import (
     has_known_size,
@@ -363,6 +364,7 @@ class Propagation(KnownValues):
         root = self.aliases.get(node)
         if root is None:
             return
+        self._mark_overwritten(node)
         new = self.bound(node)
         for other in [x for x in self.rows if self.aliases.get(x) is root]:
             del self.rows[other]
@@ -377,12 +379,19 @@ class Propagation(KnownValues):
                 self._miss(other)
                 continue
             if has_known_size(other) and has_known_size(node):
-                joined = join(old, new, shape_of(other), shape_of(node))
+                cut = find_cut(node, other)
+                joined = join(old, new, shape_of(other), shape_of(node), cut)
             else:
                 typical = max(old.typical, new.typical)
                 joined = unsized(max(old.largest, new.largest), typical, len(shape_of(other)))
             self.held[other] = joined
             self._record(other, joined)
+
+    def _mark_overwritten(self, node: Node) -> None:
+        """Note which of the results so far have the storage that a node has written in place."""
+        root = self.aliases.get(node)
+        earlier = itertools.takewhile(lambda x: x is not node, self.aliases)
+        self.overwritten.update(x for x in earlier if self.aliases[x] is root)
 
 
 class _Update(Propagation):
@@ -407,12 +416,16 @@ class _Update(Propagation):
             ranges=kept,
             scores=dict(before.scores),
         )
+        self.overwritten = {*self.aliases}  # whatever may be, as nothing was visited yet
         self.needed = self._find_needed(self._find_changed())
+        self.overwritten = set()
 
     def visit(self, node: Node) -> None:
         if node.op != "call_function" or node in self.needed:
             super().visit(node)
             return
+        if writes_in_place(node):
+            self._mark_overwritten(node)
         if node.name in self.before.values:
             self.held[node] = self.before.values[node.name]
         for spent in self.spent.get(node, ()):
@@ -528,6 +541,33 @@ def find_aliases(graph: torch.fx.Graph) -> dict[Node, Node]:
         if in_place:
             changed.add(roots[node])
     return {node: root for node, root in roots.items() if root in changed}
+
+
+def find_cut(node: Node, other: Node) -> set[int] | None:
+    """Return the dimensions along which elements of one storage may have other places in two of its
+    tensors.
+
+    Return None unless both are slices of one tensor, or of such slices.
+    """
+    ours = dict(_list_sources(node))
+    for source, cut in _list_sources(other):
+        if source in ours:
+            return cut | ours[source]
+    return None
+
+
+def _list_sources(node: Node) -> Iterator[tuple[Node, set[int]]]:
+    """Yield a node and those of which it is a slice, with the dimensions that are cut in between."""
+    cut: set[int] = set()
+    while True:
+        yield node, {*cut}
+        if is_kind(node, "slice") or (is_kind(node, "part") and is_kind(node.args[0], "split")):
+            node, _, dim = find_part(node)
+            cut.add(dim)
+        elif is_kind(node, "identity", "cast") or writes_in_place(node):
+            node = node.args[0]  # type: ignore[assignment]
+        else:
+            return
 
 
 def _find_last_uses(graph: torch.fx.Graph) -> dict[Node, list[Node]]:

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from stopdown.scaling.bounds.evaluation import FLOOR, ROUNDING
 from stopdown.scaling.bounds.known_values import BoundedOperation, UnboundedError
 from stopdown.scaling.bounds.row_sums import WEIGHT_ROUNDING
 from stopdown.scaling.bounds.values import (
     Bound,
     broadcast,
+    choose,
     concatenate,
-    join,
+    inflate,
     largest_over,
     make_bound,
     norm_over,
@@ -37,10 +39,11 @@ from stopdown.scaling.bounds.values import (
 from stopdown.scaling.graph.blocks import find_part, has_known_indices, is_part, list_joined
 from stopdown.scaling.graph.nodes import (
     arguments,
+    has_kind,
     is_kind,
     is_range_clamp,
+    list_casts,
     list_mixed,
-    operation,
     read_order,
     shape_of,
     strip_casts,
@@ -106,14 +109,18 @@ def find_written_norm(op: BoundedOperation) -> Bound | None:
     No row of the result has a larger 2-norm than the root of its length.
     """
     first, other = op.given["self"], op.given["other"]
-    inverse = is_kind(op.node, "divide")
+    inverse = has_kind(op.node, "divide")
     pairs = [(first, other)] if inverse else [(first, other), (other, first)]
     for value, factor in pairs:
         found = _find_mean_square(factor, inverse) if isinstance(factor, Node) else None
         if found is None or not isinstance(value, Node):
             continue
         source, dims, total = found
-        if strip_casts(source) is strip_casts(value) and shape_of(value) == op.shape:
+        origin = strip_casts(source)
+        if origin is not strip_casts(value) or shape_of(value) != op.shape:
+            continue
+        ends = (value, factor)
+        if op.known is None or all(op.is_intact(x, origin) for x in ends):
             count = 1.0 if total else math.prod(op.shape[d] for d in dims)
             norm = torch.full((1,) * len(op.shape), math.sqrt(count)).double()
             return op.make_bound(norm, 1.0, norm=norm, rows=dims)
@@ -224,7 +231,8 @@ def bound_divide(op: BoundedOperation) -> Bound:
     if isinstance(divisor, Node):
         if (found := find_written_norm(op) or _bound_masked_mean(op)) is not None:
             return found
-        divisor = _find_least(divisor)
+        least = strip_casts(divisor)
+        divisor = _find_least(least) if op.is_intact(divisor, least) else None
     if op.given.get("rounding_mode") is not None or not divisor:
         raise UnboundedError
     bound, factor = op.spread(op.given["self"]), 1 / abs(float(divisor))
@@ -238,8 +246,9 @@ def _find_least(node: Node) -> float | None:
 
     Return None for other divisors, and if fp16 represents the limit as a subnormal number.
     """
-    node = strip_casts(node)
-    least = arguments(node).get("min") if is_kind(node, "clamp") else None
+    if not is_kind(node, "clamp") or arguments(node).get("max") is not None:
+        return None
+    least = arguments(node).get("min")
     return float(least) if isinstance(least, (int, float)) and least >= 2.0**-14 else None
 
 
@@ -256,7 +265,11 @@ def _bound_masked_mean(op: BoundedOperation) -> Bound | None:
     rank, before = len(shape_of(product)), shape_of(product)
     alike = all(given.get(key) == arguments(below).get(key) for key in ("dim", "keepdim"))
     is_product = is_kind(product, "multiply") and mask in product.args
-    if not is_product or not given.get("dim") or not alike:
+    if not is_product or not given.get("dim") or not alike or len(shape_of(mask)) != rank:
+        return None
+    if any(shape_of(mask)[int(d) % rank] != before[int(d) % rank] for d in given["dim"]):
+        return None  # one mask for several elements, which is summed less often than they are
+    if not op.is_intact(op.given["self"], product) or not op.is_intact(op.given["other"], mask):
         return None
     value = product.args[1 if product.args[0] is mask else 0]
     bound = op.find(value)
@@ -318,10 +331,11 @@ def bound_exponential(op: BoundedOperation) -> Bound:
 
 
 def bound_subtract_from(op: BoundedOperation) -> Bound:
-    number = op.given["other"]
+    number, factor = op.given["other"], abs(float(op.given.get("alpha", 1)))
     if not isinstance(number, (int, float)):
         raise UnboundedError
-    return op.make_bound(op.source.peak + abs(number), math.hypot(op.source.typical, number))
+    typical = math.hypot(factor * op.source.typical, number)
+    return op.make_bound(factor * op.source.peak + abs(number), typical)
 
 
 def bound_clamp(op: BoundedOperation) -> Bound:
@@ -378,7 +392,7 @@ def bound_zeros(op: BoundedOperation) -> Bound:
 
 
 def bound_fill(op: BoundedOperation) -> Bound:
-    return op.spread(op.given.get("fill_value", op.given.get("value", 1.0)))
+    return op.spread(next(op.given[x] for x in ("fill_value", "value", "s") if x in op.given))
 
 
 def bound_ones(op: BoundedOperation) -> Bound:
@@ -391,7 +405,13 @@ def bound_ones(op: BoundedOperation) -> Bound:
 def bound_same(op: BoundedOperation) -> Bound:
     """Bound the result of a view, or of another operation that makes no element larger, as its first
     input.
+
+    Raises:
+        UnboundedError: for a leaky ReLU whose slope is above 1, and for a dropout in training, which
+            divides by the share that it keeps.
     """
+    if abs(op.given.get("negative_slope") or 0) > 1 or op.given.get("train"):
+        raise UnboundedError
     return op.bound(op.node.all_input_nodes[0])
 
 
@@ -401,6 +421,8 @@ def bound_copied(op: BoundedOperation) -> Bound:
 
 
 def bound_reshape(op: BoundedOperation) -> Bound:
+    if "dtype" in op.given:  # the same bits read as another number
+        raise UnboundedError
     return reshape(op.source, op.before, op.shape)
 
 
@@ -414,10 +436,11 @@ def bound_expand(op: BoundedOperation) -> Bound:
 
 def bound_any(op: BoundedOperation) -> Bound:
     """Bound a result by the largest input element, if it consists of input elements, means of them, or
-    zeros.
+    numbers that are filled in.
     """
-    bound = bound_same(op)
-    return uniform(bound.largest, op.shape, bound.typical)
+    bounds = [op.bound(x) for x in op.given.get("sequences") or op.node.all_input_nodes[:1]]
+    largest = max(abs(op.given.get("padding_value") or 0.0), *(x.largest for x in bounds))
+    return uniform(largest, op.shape, max(x.typical for x in bounds))
 
 
 def bound_places(op: BoundedOperation) -> Bound:
@@ -437,8 +460,9 @@ def bound_tokens(op: BoundedOperation) -> Bound:
     The bound is channel by channel if the last dimension isn't indexed.
     """
     bound, last = op.source, len(op.before) - 1
-    indices = op.given.get("indices") or ()
-    if len(indices) > last or not op.shape or op.before[-1:] != op.shape[-1:]:
+    indices, dim = op.given.get("indices") or (), op.given.get("dim")
+    moved = len(indices) > last or (dim is not None and int(dim) % max(last + 1, 1) == last)
+    if moved or not op.shape or op.before[-1:] != op.shape[-1:]:
         return bound_any(op)
     ones = (1,) * (len(op.shape) - 1)
     peak = largest_over(bound.peak, range(last)).reshape(*ones, -1)
@@ -475,14 +499,20 @@ def bound_part(op: BoundedOperation) -> Bound:
     if is_kind(op.node, "select") or is_kind(op.node.args[0], "unbind"):
         kept = (*before[:dim], 1, *before[dim + 1 :])
         return reshape(take(bound, kept, dim, start, stop), kept, op.shape)
-    bound = _find_joined(strip_casts(source), dim, start, stop, op) or bound
+    joined = _find_joined(strip_casts(source), dim, start, stop, op)
+    if joined is not None:
+        casts = list_casts(source)
+        floor = FLOOR * bound.largest if torch.float16 in casts else 0.0
+        relative = sum(2 * ROUNDING.get(dtype, 0.0) for dtype in casts)
+        floor = floor / max(joined.largest, 1e-300)
+        bound = inflate(joined, relative, floor, before)
     return take(bound, op.shape, dim, start, stop, op.given.get("step", 1))
 
 
 def _find_joined(
     source: Any, dim: int, start: int, stop: int, op: BoundedOperation
 ) -> Bound | None:
-    if not is_kind(source, "join") or any(operation(user).endswith("_") for user in source.users):
+    if not is_kind(source, "join") or not op.is_intact(op.node.args[0], source):
         return None
     joined, places = list_joined(source)
     for part, (begin, end) in places if joined == dim else ():
@@ -510,10 +540,14 @@ def bound_stack(op: BoundedOperation) -> Bound:
 def bound_choose(op: BoundedOperation) -> Bound:
     """Bound the result of `where` or `masked_fill` by both alternatives; a mask's fill value (-inf)
     counts as 0.
+
+    If the mask differs within a row, the row has elements of both alternatives.
     """
     names = ("self", "other", "value", "source")
     bounds = [op.spread(op.given[n]) for n in names if op.given.get(n) is not None]
-    return functools.reduce(lambda one, other: join(one, other, op.shape, op.shape), bounds)
+    mask = shape_of(op.given.get("condition", op.given.get("mask")))
+    mixed = {len(op.shape) - 1 - d for d, size in enumerate(reversed(mask)) if size > 1}
+    return functools.reduce(lambda one, other: choose(one, other, op.shape, mixed), bounds)
 
 
 def bound_pad(op: BoundedOperation) -> Bound:

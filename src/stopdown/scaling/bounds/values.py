@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -262,21 +262,42 @@ def inflate(bound: Bound, relative: float, floor: float, shape: Shape) -> Bound:
     )
 
 
-def join(first: Bound, second: Bound, shape: Shape, other: Shape) -> Bound:
-    """Return a bound of a tensor whose elements come from one of two tensors, as after `where` or a
-    write into a view.
+def choose(first: Bound, second: Bound, shape: Shape, mixed: Collection[int]) -> Bound:
+    """Return a bound of a tensor whose elements each come from one of two tensors of its shape, as after
+    `where`.
 
     Args:
-        shape: shape of the first tensor, and of the result.
-        other: shape of the second, which is a part or a view of the first.
+        mixed: dimensions along which elements of both may alternate.
+    """
+    typical, dims = max(first.typical, second.typical), first.rows & second.rows
+    peak = torch.maximum(first.peak, second.peak)
+    if not dims:
+        return make_bound(peak, shape, typical=typical)
+    one, two = norm_over(first, shape, dims), norm_over(second, shape, dims)
+    norm = torch.hypot(one, two) if dims.intersection(mixed) else torch.maximum(one, two)
+    return make_bound(peak, shape, typical=typical, norm=norm, rows=dims)
+
+
+def join(
+    first: Bound, second: Bound, shape: Shape, other: Shape, cut: Collection[int] | None
+) -> Bound:
+    """Return a bound of a tensor after a write into a view of the same storage.
+
+    Args:
+        first: bound of the tensor before.
+        second: bound of what was written.
+        shape: shape of the tensor.
+        other: shape of the view.
+        cut: dimensions along which the view's elements may have other places in the tensor; None if
+            nothing is known of their places.
     """
     typical = max(first.typical, second.typical)
-    if len(shape) != len(other):
+    if cut is None or len(shape) != len(other):
         return make_bound(first.peak.clamp(min=second.largest), shape, typical=typical)
-    cut = [dim for dim in range(len(shape)) if shape[dim] != other[dim]]
+    cut = {*cut, *(dim for dim in range(len(shape)) if shape[dim] != other[dim])}
     peak = torch.maximum(first.peak, largest_over(second.peak, cut))
     dims = first.rows & second.rows
-    if not dims or set(cut) & dims:
+    if not dims or cut & dims:
         return make_bound(peak, shape, typical=typical)
     ours = norm_over(first, shape, dims)
     norm = torch.maximum(ours, largest_over(norm_over(second, other, dims), cut))

@@ -41,6 +41,14 @@ def is_kind(node: Any, *kinds: str) -> bool:
     return isinstance(node, Node) and kind_of(operation(node)) in kinds
 
 
+def has_kind(node: Any, kind: str) -> bool:
+    """Return whether a value is a node of a kind, as `is_kind` does, or its in-place form, such as
+    `div_`.
+    """
+    found = find_operation(operation(node)) if isinstance(node, Node) else None
+    return found is not None and found.kind == kind
+
+
 def has_trait(node: Any, trait: str) -> bool:
     """Return whether a node's operation has a trait in the table of operations: `"alias"` if it returns
     a view.
@@ -159,10 +167,22 @@ def read_order(node: Node) -> list[int]:
 
 
 def strip_casts(node: Any) -> Any:
-    """Follow a node back through casts and identity operations to the node that computed the value."""
-    while is_kind(node, "identity", "cast"):
+    """Follow a node back through casts and identity operations to the node that computed the value.
+
+    A dropout in training isn't an identity.
+    """
+    while is_kind(node, "identity", "cast") and not arguments(node).get("train"):
         node = node.args[0]
     return node
+
+
+def list_casts(node: Any) -> list[torch.dtype]:
+    """Return the dtypes of the casts that `strip_casts` passes, also of those that change nothing."""
+    first, found = strip_casts(node), []
+    while node is not first:
+        found += [node.meta["val"].dtype] if is_kind(node, "cast") else []
+        node = node.args[0]
+    return found
 
 
 def is_range_clamp(node: Node) -> bool:
