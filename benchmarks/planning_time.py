@@ -1,9 +1,12 @@
 """How long a plan takes, with the code of an earlier commit and with today's.
 
-The folder has CogVideoX-5B's layers at an eighth of their width and random weights. Each plan is made in a
-fresh process, without a plan that was kept, in turns; processor seconds are those of that process.
+The narrow CogVideoX has CogVideoX-5B's layers at an eighth of their width and random weights; the others
+are checkpoints at their full size. Each plan is made in a fresh process, without a plan that was kept, in
+turns; processor seconds are those of that process and of those that it starts. Beside the narrow one stands
+what Diffusers takes to import, load the pipeline and make its first step in bf16, at the plan's sizes.
 
     python benchmarks/run.py planning_time ead08c38 --repeats 1
+    python benchmarks/planning_time.py ead08c38 --models SVD-XT
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import hashlib
 import io
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -24,9 +28,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from default_run import REQUESTS, write_model
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-NARROWER = 8
+NARROW, NARROWER = "narrow CogVideoX", 8
 
 
 def write_folder(folder: Path) -> None:
@@ -64,7 +70,7 @@ def write_folder(folder: Path) -> None:
 
 
 def plan_once(folder: str) -> dict[str, Any]:
-    """Make the plan in this process; what its captures took."""
+    """Make the plan in this process; return what it took, and its captures."""
     import torch
 
     from stopdown import make_plan
@@ -87,16 +93,49 @@ def plan_once(folder: str) -> dict[str, Any]:
     capture._ShadowCall.export = export  # type: ignore[method-assign]
     certificate.bound_call = timed("bounds", certificate.bound_call)
     torch.set_num_threads(1)
-    wall, processor = time.perf_counter(), time.process_time()
+    wall, processor = time.perf_counter(), _measure_processor()
     plan = make_plan(folder)
-    found = [(x.component, x.precision, x.scaling, x.reasons) for x in plan.components]
+    scalings = {x.component: x.in_force for x in plan.components}
+    found = [
+        (name, sorted(x.exponents.items()), x.fp32_modules, x.outputs) if x is not None else name
+        for name, x in scalings.items()
+    ]
+    peaks = [
+        resource.getrusage(x).ru_maxrss for x in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    ]
     return {
-        "processor_s": round(time.process_time() - processor, 1),
+        "processor_s": round(_measure_processor() - processor, 1),
         "captures_s": round(spent["captures"], 1),
         "bounds_s": round(spent["bounds"], 1),
         "wall_s": round(time.perf_counter() - wall, 1),
+        "peak_mib": [x >> 10 for x in peaks],
         "captures": dict(captures),
+        "values": {x: [y.bounded, y.values] for x, y in scalings.items() if y is not None},
         "plan": hashlib.sha256(repr(found).encode()).hexdigest()[:16],
+    }
+
+
+def _measure_processor() -> float:
+    """Return the processor seconds of this process and of its ended children."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(x.ru_utime + x.ru_stime for x in used)
+
+
+def step_once(folder: str) -> dict[str, Any]:
+    """Load the pipeline with Diffusers in this process and make one step; return processor seconds."""
+    begun = time.process_time()
+    import diffusers
+    import torch
+
+    torch.set_num_threads(1)
+    imported = time.process_time()
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    loaded = time.process_time()
+    pipe("a red circle", num_inference_steps=1, output_type="latent", guidance_scale=1.0)
+    return {
+        "imports_s": round(imported - begun, 1),
+        "load_s": round(loaded - imported, 1),
+        "first_step_s": round(time.process_time() - loaded, 1),
     }
 
 
@@ -110,56 +149,76 @@ def extract(commit: str, folder: Path) -> Path:
     return folder / "src"
 
 
-def collect(commit: str, repeats: int) -> dict[str, list[dict[str, Any]]]:
-    """Each way's runs, in turns."""
+def collect(name: str, commit: str, repeats: int) -> dict[str, list[dict[str, Any]]]:
+    """Run each way on a model, in turns."""
     with tempfile.TemporaryDirectory() as folder:
         ways = {commit: extract(commit, Path(folder, "before")), "now": ROOT / "src"}
-        runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
-        write_folder(Path(folder, "model"))
-        for way in [way for _ in range(repeats) for way in ways]:
+        turns = [way for _ in range(repeats) for way in ways]
+        if name == NARROW:
+            write_folder(Path(folder, "model"))
+            turns.append("Diffusers")
+        else:
+            write_model(name, Path(folder, "model"))
+        runs: dict[str, list[dict[str, Any]]] = {way: [] for way in turns}
+        for way in turns:
             with tempfile.TemporaryDirectory() as cache:
-                command = [sys.executable, __file__, "--once", f"{folder}/model"]
+                what = "--step" if way == "Diffusers" else "--once"
+                command = [sys.executable, __file__, what, f"{folder}/model"]
                 env = {**os.environ, "STOPDOWN_CACHE": cache, "HF_HUB_OFFLINE": "1"}
-                env["PYTHONPATH"] = str(ways[way])
+                env["PYTHONPATH"] = str(ways.get(way, ROOT / "src"))
                 done = subprocess.run(command, env=env, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(done.stderr[-2000:])
             runs[way].append(json.loads(done.stdout.splitlines()[-1]))
-            print(way, json.dumps(runs[way][-1]), flush=True)
+            print(name, way, json.dumps(runs[way][-1]), flush=True)
     return runs
+
+
+def summarise(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return the medians of a model's runs, and whether all plans are the same."""
+    ways = {
+        way: {
+            key: statistics.median(run[key] for run in found)
+            for key in found[0]
+            if key.endswith("_s")
+        }
+        for way, found in runs.items()
+    }
+    plans = {run["plan"] for found in runs.values() for run in found if "plan" in run}
+    return {"same_plan": len(plans) == 1, "ways": ways, "runs": runs}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("commit", nargs="?", help="the earlier one")
+    parser.add_argument(
+        "--models", nargs="*", default=[NARROW], choices=[NARROW, *sorted(REQUESTS)]
+    )
     parser.add_argument("--once", metavar="FOLDER", help="plan in this process")
+    parser.add_argument(
+        "--step", metavar="FOLDER", help="load and step with Diffusers in this process"
+    )
     parser.add_argument("--repeats", type=int, default=1)
     options = parser.parse_args()
-    if options.once:
-        print(json.dumps(plan_once(options.once)))
+    if options.once or options.step:
+        made = plan_once(options.once) if options.once else step_once(options.step)
+        print(json.dumps(made))
         return
     if options.commit is None:
         parser.error("give the earlier commit")
     from stopdown.devices.environment import describe_machine
 
-    runs = collect(options.commit, options.repeats)
-    ways = {
-        way: {
-            key: statistics.median(run[key] for run in found)
-            for key in ("processor_s", "captures_s", "bounds_s", "wall_s")
+    path = RESULTS / "planning_time.json"
+    for name in options.models:
+        row = summarise(collect(name, options.commit, options.repeats))
+        stored = json.loads(path.read_text()).get("rows", {}) if path.exists() else {}
+        report = {
+            "command": f"python benchmarks/planning_time.py {options.commit} --repeats {options.repeats}",
+            "machine": describe_machine(),
+            "threads": 1,
+            "rows": {**stored, name: row},
         }
-        for way, found in runs.items()
-    }
-    plans = {run["plan"] for found in runs.values() for run in found}
-    report = {
-        "command": f"python benchmarks/planning_time.py {options.commit} --repeats {options.repeats}",
-        "machine": describe_machine(),
-        "threads": 1,
-        "same_plan": len(plans) == 1,
-        "ways": ways,
-        "runs": runs,
-    }
-    (RESULTS / "planning_time.json").write_text(json.dumps(report, indent=1) + "\n")
+        path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
