@@ -8,7 +8,8 @@ Of the whole package, `attributes` are those of the classes with most of them: f
 methods set on `self`. `locks` are locks, conditions, events and thread-local stores, `private` the names of
 attributes that begin with `stopdown_`, `options` those of all commands. `untested` are modules without a
 test file of their name, `ambiguous` the public names of functions and classes that several modules define.
-Of the core, `public` counts the names in its list, `behind` are those that modules above take from its
+`core_lines` are those of the core with its checker, `core_code_lines` those that are neither empty nor part
+of a comment or docstring. Of the core, `public` counts the names in its list, `behind` are those that modules above take from its
 modules past the list, and `leaving` what it imports from above.
 Each revision is checked out beside this one and walked by this script; rows of other revisions stay:
 
@@ -195,7 +196,7 @@ def count_package(place: Path) -> dict[str, Any]:
         "private": sorted(private),
         "options": count_options(place),
         "lines": sum(path.read_text().count("\n") for path in trees),
-        "core_lines": count_core_lines(place / "src" / "stopdown"),
+        **count_core_lines(place / "src"),
         **count_face(place / "src" / "stopdown"),
         "dependencies": len(read_dependencies(place)),
         "ambiguous": list_ambiguous(trees),
@@ -222,11 +223,32 @@ def list_private(tree: ast.Module) -> set[str]:
     return {x for x in names if re.fullmatch(r"stopdown_[a-z_]+", x)} - {"stopdown_verify"}
 
 
-def count_core_lines(package: Path) -> int:
-    """Count the lines of the modules of the core, wherever a revision has them."""
-    places = [package / name for name in CORE]
+def count_core_lines(source: Path) -> dict[str, int]:
+    """Count the lines of the core with its checker, and of these the lines with code.
+
+    Empty lines, comments and docstrings have no code.
+    """
+    places = [source / "stopdown_verify.py", *(source / "stopdown" / name for name in CORE)]
     files = [x for place in places for x in (place.rglob("*.py") if place.is_dir() else [place])]
-    return sum(x.read_text().count("\n") for x in files if x.exists())
+    texts = [x.read_text() for x in files if x.exists()]
+    return {
+        "core_lines": sum(text.count("\n") for text in texts),
+        "core_code_lines": sum(map(count_code_lines, texts)),
+    }
+
+
+def count_code_lines(text: str) -> int:
+    """Count the lines of a module that are neither empty nor part of a comment or docstring."""
+    written = {
+        number
+        for number, line in enumerate(text.split("\n"), 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    }
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Expr(ast.Constant(str())):
+                written -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return len(written)
 
 
 def count_face(package: Path) -> dict[str, Any]:
