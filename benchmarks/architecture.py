@@ -9,8 +9,8 @@ methods set on `self`. `locks` are locks, conditions, events and thread-local st
 attributes that begin with `stopdown_`, `options` those of all commands. `untested` are modules without a
 test file of their name, `ambiguous` the public names of functions and classes that several modules define.
 `core_lines` are those of the core with its checker, `core_code_lines` those that are neither empty nor part
-of a comment or docstring. Of the core, `public` counts the names in its list, `behind` are those that modules above take from its
-modules past the list, and `leaving` what it imports from above.
+of a comment or docstring. `public` counts the names in the core's list, `behind` are those that modules
+above take from its modules past the list, and `leaving` is what it imports from above.
 Each revision is checked out beside this one and walked by this script; rows of other revisions stay:
 
     python benchmarks/architecture.py 76f02be4 HEAD
