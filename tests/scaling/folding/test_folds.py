@@ -18,7 +18,7 @@ from stopdown.interception.patches import Patches
 from stopdown.module_calls.call_interception import put_cast
 from stopdown.module_calls.callee import Callee
 from stopdown.numerics import HIDDEN_IN_FP16, cast_mask, relative_l2
-from stopdown.scaling.folding.folds import cast_, load_scaled
+from stopdown.scaling.folding.folds import cast_, fold_scaling, load_scaled
 from stopdown.scaling.rescale import rescale_
 from stopdown.scaling_records import Operands, ResidualStream, Scaling
 
@@ -138,3 +138,21 @@ def test_what_stays_in_fp32_does_so_inside_of_an_adapter() -> None:
         layer: Any = module["embed"].get_base_layer()  # type: ignore[operator]
         assert {layer.weight.dtype, layer.bias.dtype} == {torch.float32}
         assert module["out"].weight.dtype == torch.float16
+
+
+def test_a_weight_is_scaled_once_if_two_parameters_have_its_memory() -> None:
+    """`nn.Parameter(other.weight)` is another parameter in the same memory; only a trial noticed it."""
+    module = nn.ModuleDict({x: nn.Linear(4, 4, bias=False) for x in ("one", "two", "three")})
+    whole = torch.randn(8, 4)
+    module["one"].weight = nn.Parameter(whole[:4], requires_grad=False)
+    module["two"].weight = nn.Parameter(whole[4:], requires_grad=False)
+    module["three"].weight = nn.Parameter(module["two"].weight, requires_grad=False)
+    before, scaling = whole.clone(), Scaling(exponents={"two.weight": -3})
+    with pytest.raises(
+        ScalingError, match=r"^two\.weight and three\.weight of ModuleDict lie in the"
+    ):
+        fold_scaling(module, scaling)
+    assert torch.equal(whole, before)
+    fold_scaling(module, Scaling(exponents={"one.weight": -3}))
+    assert torch.equal(whole[:4] * 8, before[:4])
+    assert torch.equal(whole[4:], before[4:])

@@ -33,6 +33,7 @@ from stopdown.module_calls.outermost_calls import is_plain
 from stopdown.number_formats import FORMATS, parse_precision
 from stopdown.numerics import (
     cast_mask,
+    is_away,
     iterate_tensors,
 )
 from stopdown.scaling.folding.adapters import AdapterFolds, keep_merges
@@ -716,9 +717,43 @@ def _list_outside(paths: tuple[str, ...], fp32_modules: tuple[str, ...]) -> tupl
 def _fold_parameters(
     module: torch.nn.Module, exponents: Mapping[str, int], patches: Patches
 ) -> None:
-    for tensor, folds in _locate_folds(module, exponents):
+    located = _locate_folds(module, exponents)
+    _refuse_shared_memory(module, {id(tensor) for tensor, _ in located})
+    for tensor, folds in located:
         for place, exponent in folds:
             patches.scale_tensor(tensor, exponent, place)
+
+
+def _refuse_shared_memory(module: torch.nn.Module, scaled: set[int]) -> None:
+    """Raise an error if a parameter that gets exponents overlaps in memory with another one.
+
+    Not covered: parameters with gaps, such as columns of a matrix.
+
+    Args:
+        scaled: ids of the tensors that get exponents.
+    """
+    ends: dict[int, list[tuple[int, int, str, bool]]] = {}
+    for name, weight in module.named_parameters():
+        if weight.numel() and not is_away(weight):
+            sizes = zip(weight.shape, weight.stride(), strict=True)
+            first = int(weight.storage_offset())
+            last = first + int(sum((size - 1) * step for size, step in sizes))
+            if last - first + 1 == weight.numel():
+                place = ends.setdefault(weight.untyped_storage().data_ptr(), [])
+                bounds = first * weight.itemsize, (last + 1) * weight.itemsize
+                place.append((*bounds, name, id(weight) in scaled))
+    for found in ends.values():
+        before: list[tuple[int, int, str, bool]] = []
+        for start, end, name, is_scaled in sorted(found, key=lambda x: x[:2]):
+            before = [x for x in before if start < x[1]]
+            if other := next((x[2] for x in before if is_scaled or x[3]), ""):
+                raise ScalingError(
+                    f"{other} and {name} of {type(module).__name__} lie in the same memory in part.",
+                    expected="An exponent is written into each parameter by itself; nothing was changed.",
+                    remedy=f"Give one memory of its own: module.get_parameter({other!r}).data = "
+                    f"module.get_parameter({other!r}).clone().",
+                )
+            before.append((start, end, name, is_scaled))
 
 
 def _locate_folds(

@@ -17,7 +17,6 @@ run but not compared, as noise differs by format.
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -44,7 +43,6 @@ from stopdown.numerics import (
     count_flops,
     count_non_finite,
     describe_excess,
-    is_away,
     iterate_tensors,
     measure_amax,
     measure_error,
@@ -271,39 +269,12 @@ def _demand_equal(module: torch.nn.Module, reference: Sequence[Run]) -> None:
         with watched_autocast(is_off=True):
             output, _ = run_call(module, *run.call)
         if not _are_equal(output, run.output):
-            if shared := _find_shared_memory(module):
-                raise ScalingError(
-                    f"{' and '.join(shared)} of {type(module).__name__} lie in the same memory in part.",
-                    expected="An exponent is written into each parameter by itself; nothing was changed.",
-                    remedy="Give one memory of its own: "
-                    f"module.get_parameter({shared[0]!r}).data = "
-                    f"module.get_parameter({shared[0]!r}).clone().",
-                )
             raise ScalingError(
                 f"{type(module).__name__} rescaled in fp32 isn't bit for bit what it was.",
                 expected="Exponents must not change what a module computes; nothing was changed.",
                 remedy="Run it in bf16 or fp32, and report this class: a rule of an operation is "
                 "wrong.",
             )
-
-
-def _find_shared_memory(module: torch.nn.Module) -> tuple[str, ...]:
-    """Return the names of two parameters whose memory overlaps, so that scaling one changes both; () if
-    none do.
-    """
-    ends: dict[int, list[tuple[int, int, str]]] = {}
-    for name, weight in module.named_parameters():
-        if weight.numel() and not is_away(weight):
-            sizes = zip(weight.shape, weight.stride(), strict=True)
-            first = int(weight.storage_offset())
-            last = first + int(sum((size - 1) * step for size, step in sizes))
-            place = ends.setdefault(weight.untyped_storage().data_ptr(), [])
-            place.append((first * weight.itemsize, (last + 1) * weight.itemsize, name))
-    for found in ends.values():
-        for (_, end, name), (start, _, other) in itertools.pairwise(sorted(found)):
-            if start < end:
-                return name, other
-    return ()
 
 
 def _are_equal(output: Any, reference: Any) -> bool:
