@@ -411,6 +411,17 @@ def test_each_module_that_a_run_calls_is_planned() -> None:
     assert [entry.component for entry in plan.components] == ["encoder", "unet"]
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_damaged_are_not_planned(value: float) -> None:
+    """They were left out of the bounds, which were called proven, or ended in an error of LAPACK."""
+    program = make_program("module")
+    with torch.no_grad():
+        program.unet.blocks[1].wide.weight[2, 3] = value
+    said = r"^blocks\.1\.wide\.weight of UNet holds NaN or Inf \(1 of 1024"
+    with pytest.raises(InputError, match=said):
+        make_plan(program.given, run=program.run)
+
+
 def test_a_kept_plan_is_not_taken_for_other_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from stopdown.errors import InputError
 from stopdown.mapped_weights import Load
 from stopdown.numerics import CACHED_VALUES, measure_amax, summarise_magnitudes
 from stopdown.scaling.bounds.intervals import Interval, bound_interval
@@ -259,7 +260,15 @@ class KnownValues:
         for part in parts:
             if not part.is_floating_point():
                 return
-            amax, rms, least, _ = summarise_magnitudes(part)
+            amax, rms, least, bad = summarise_magnitudes(part)
+            name = self.capture.parameters[node.name]
+            if bad and name not in self.capture.kept_buffers:
+                raise InputError(
+                    f"{name} of {self.capture.component} holds NaN or Inf ({bad} of {part.numel()}).",
+                    expected="Bounds are computed from finite weights; these give NaN in any precision.",
+                    remedy="Download or save the model again. If it is stored in bf16, load it in bf16 or "
+                    "fp32: in fp16 its largest weights may be Inf.",
+                )
             ranges.append(Range(amax, rms, least, certain=True, least_stored=least_stored))
         self.found.ranges[node.name] = tuple(ranges)
 
