@@ -92,6 +92,18 @@ def test_a_task_may_be_longer_than_an_argument(
     assert beside._told == ("counted", "components", 20_000, 20_000)
 
 
+def test_what_a_library_prints_is_no_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that read it ended, the pipe was full, and both processes waited for ever."""
+    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.setattr(certifier, "PROGRAM", "processes.chatty_task")
+    with certifier.Certifier(Source("model", tmp_path, "folder"), ["vae"], "native") as beside:
+        assert beside._process.wait(timeout=60) == 0
+        beside.wait(None)
+    assert beside._told == ("certify", "vae", 1, 2)
+
+
 @pytest.mark.parametrize(
     ("threads", "free_bytes", "small_bytes", "expected"),
     [

@@ -102,7 +102,11 @@ class Certifier:
     def _follow(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            self._told = tuple(json.loads(line))
+            with contextlib.suppress(
+                ValueError
+            ):  # what a library prints there is nobody's progress
+                found = json.loads(line)
+                self._told = tuple(found) if isinstance(found, list) else self._told
 
     def _take_threads(self) -> None:
         if torch.get_num_threads() != self._threads:
