@@ -274,3 +274,16 @@ def test_a_cast_comes_off_on_a_device_without_room(simulated: Simulated) -> None
     simulated.limit(simulated.used() + 1024)
     patches.undo()
     assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("exponent", [-26, -20, 3, 17])
+def test_weights_in_fp16_are_scaled_on_a_device_as_on_the_host(
+    exponent: int, simulated: Simulated
+) -> None:
+    """A factor of one element takes the weights' dtype there: 2**-26 was 0 in fp16, 2**17 Inf."""
+    values = (torch.randn(64) * 2.0 ** -(exponent // 2)).half()
+    there, patches = values.to(KIND), Patches()
+    patches.scale_tensor(there, exponent)
+    assert torch.equal(there.cpu(), (values.double() * 2.0**exponent).half())
+    patches.undo()
+    assert torch.equal(there.cpu(), values)

@@ -232,5 +232,7 @@ def _rescale(target: torch.Tensor, exponent: int | torch.Tensor, place: Place) -
 
 
 def _scale(values: torch.Tensor, exponent: int | torch.Tensor) -> torch.Tensor:
-    factor = torch.as_tensor(exponent, device=values.device)
-    return torch.ldexp(values, factor).to(values.dtype)
+    if isinstance(exponent, torch.Tensor):
+        return torch.ldexp(values, exponent.to(values.device)).to(values.dtype)
+    is_held = values.dtype != torch.float16 or -14 <= exponent <= 15  # the factor itself, in fp16
+    return ((values if is_held else values.float()) * 2.0**exponent).to(values.dtype)
