@@ -323,7 +323,7 @@ def test_a_lora_for_another_model_is_refused(
     weights = {f"transformer.blocks.0.attn1.to_q.lora_{x}.weight": torch.ones(2, 2) for x in "AB"}
     save_file(weights, tmp_path / "other.safetensors")
     given = ("--lora", tmp_path / "other.safetensors", "--precision", tmp_path / "plan.json")
-    code, out, err = run("generate", folder, "a", *given, "-o", tmp_path / "a.png")
+    code, out, err = run("generate", folder, "a", *given, "-o", tmp_path / "a.mp4")
     assert (code, out) == (2, "")
     assert "other.safetensors doesn't fit CogVideoXPipeline" in err
     assert not (tmp_path / "a.mp4").exists()
