@@ -256,6 +256,10 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
         {"exponents": {"linear.weight": 10**18}},
         f"its linear.weight is up to 1, and times 2**{10**18} fp16 doesn't hold it",
     ),
+    "rows and columns": (
+        {"exponents": {"linear.weight[0:2]": 9, "linear.weight[:,1:3]": 9}},
+        "its linear.weight is up to 1, and with its exponents up to 2.62e+05, which fp16 doesn't hold",
+    ),
     "no parameter": ({"exponents": {"other.weight": 1}}, "it has no floating other.weight"),
     "no rows": ({"exponents": {"linear.weight[4:9]": 1}}, "it has no floating linear.weight[4:9]"),
     "whole numbers": ({"exponents": {"ids": 1}}, "it has no floating ids"),
@@ -286,6 +290,7 @@ def test_exponents_that_fit_are_let_through() -> None:
     fitting = (
         {"exponents": {"linear.weight[0:6]": 15, "linear.bias": -40}, "eps": {"norm.eps": -3}},
         {"exponents": {"linear.weight": 100}, "fp32_modules": ("linear",)},
+        {"exponents": {"linear.weight[0:6]": 17, "linear.weight[:,0:4]": -17}},
         {"exponents": {"table[0:6]": -2, "table[6:9]": -2}},
     )
     for values in fitting:

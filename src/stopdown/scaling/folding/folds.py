@@ -18,7 +18,14 @@ from torch.utils import _pytree as pytree
 from stopdown.argument_types import check_type
 from stopdown.component_call_names import is_inside
 from stopdown.errors import InputError, OptionError, ScalingError
-from stopdown.fold_names import Place, list_folds, name_parameters, read_clamp, split_fold_name
+from stopdown.fold_names import (
+    Folds,
+    Place,
+    list_folds,
+    name_parameters,
+    read_clamp,
+    split_fold_name,
+)
 from stopdown.interception.autocast import run_within, without_autocast
 from stopdown.interception.code_homes import is_own
 from stopdown.interception.module_paths import casts_weights
@@ -279,15 +286,22 @@ def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
         >>> list(list_misfits(module, Scaling(exponents={"kernel": -3})))
         ['it has no floating kernel']
     """
-    named, wide = name_parameters(module), _list_wide(scaling)
+    named, stays, folds = (
+        name_parameters(module),
+        _find_wide(scaling),
+        list_folds(scaling.exponents),
+    )
     for name, exponent in scaling.exponents.items():
         bare, place = split_fold_name(name)
+        precision = "fp32" if stays(bare) else "fp16"
         if bare not in named or not _has_place(named[bare], place):
             yield f"it has no floating {name}"
-        else:
-            is_wide = bare in wide or is_inside(bare, *scaling.fp32_modules)
-            yield from _list_misfit(
-                name, named[bare], place, exponent, "fp32" if is_wide else "fp16"
+        elif not _crosses(folds[bare]):
+            yield from _list_misfit(name, named[bare], place, exponent, precision)
+    for bare, found in folds.items():
+        if _crosses(found) and bare in named and all(_has_place(named[bare], x) for x, _ in found):
+            yield from _list_crossed(
+                bare, named[bare], found, precision="fp32" if stays(bare) else "fp16"
             )
     parts = {name for name, _ in module.named_modules()}
     for path in (*scaling.multiplies, *scaling.fp32_modules, *scaling.operands.cast_inputs):
@@ -320,6 +334,29 @@ def _list_misfit(
         stored = math.inf
     if stored > found.largest or (tensor.dim() > 1 and stored < found.smallest <= amax):
         yield f"its {name} is up to {amax:.3g}, and times 2**{exponent} {precision} doesn't hold it"
+
+
+def _crosses(folds: Folds) -> bool:
+    """Return whether elements of a tensor have several exponents, of rows and columns, which add up."""
+    return len({len(place) for place, _ in folds}) > 1
+
+
+def _list_crossed(
+    name: str, tensor: torch.Tensor, folds: Folds, *, precision: str
+) -> Iterator[str]:
+    """Yield a clause if a precision doesn't hold a tensor with exponents of rows and of columns."""
+    if tensor.is_meta or not tensor.numel():
+        return
+    scaled = tensor.detach().float().abs()
+    amax, found = float(scaled.max()), FORMATS[precision]
+    for place, exponent in folds:
+        scaled[place] *= 2.0 ** max(-126, min(exponent, 126))
+    stored = float(scaled.max())
+    if stored > found.largest or stored < found.smallest <= amax:
+        yield (
+            f"its {name} is up to {amax:.3g}, and with its exponents up to {stored:.3g}, which {precision} "
+            "doesn't hold"
+        )
 
 
 def _has_place(tensor: torch.Tensor, place: Place) -> bool:
