@@ -37,6 +37,8 @@ from stopdown.plans.planned_loader import (
 )
 from stopdown.plans.precision import (
     PLAIN_FP16,
+    ComponentFacts,
+    choose_precision,
     explain_plan,
     find_plan_path,
     leave_components,
@@ -157,10 +159,30 @@ def find_or_certify(
         if not others:
             keep_plan(made)
         return made
+    found = _suit_device(found, device)
     if others:
         kept = tuple(leave_components(found.components, others))
         return seal_plan(dataclasses.replace(found, components=kept))
     return found
+
+
+def _suit_device(plan: Plan, device: Device) -> Plan:
+    """Return a stored plan with another precision for what it runs in bf16, if this device is slow in bf16.
+
+    The plan may have been made for another device.
+    """
+    entries = []
+    for entry in plan.components:
+        if entry.precision == "bf16":
+            facts = ComponentFacts(entry.component, (entry.component,), {"bf16": 1})
+            precision, reason = choose_precision(facts, probe_formats(device))
+            if precision != entry.precision:
+                reasons = (*entry.reasons, reason)
+                entry = dataclasses.replace(entry, precision=precision, reasons=reasons)
+        entries.append(entry)
+    if tuple(entries) == plan.components:
+        return plan
+    return seal_plan(dataclasses.replace(plan, components=tuple(entries)))
 
 
 def _read_plan_beside(source: Source, only: Collection[str]) -> Plan | None:
