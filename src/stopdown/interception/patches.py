@@ -163,14 +163,14 @@ class RunningCalls:
     """
 
     def __init__(self) -> None:
-        self._here, self._traced = threading.local(), list[Any]()
+        self._of_threads: dict[int, list[Any]] = {}
+        self._traced: list[Any] = []
 
     def list_here(self) -> list[Any]:
         """Return what is kept of this thread's calls, the innermost last."""
         if is_traced():  # a compiler doesn't follow what belongs to threads
             return self._traced
-        kept: list[Any] = vars(self._here).setdefault("kept", [])
-        return kept
+        return self._of_threads.setdefault(threading.get_ident(), [])
 
     def __reduce__(self) -> tuple[type[RunningCalls], tuple[()]]:
         return RunningCalls, ()
