@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import StableDiffusionPipeline
 
 from models.memory_runs import measure_allocator
 from stopdown.errors import CaptureError
+from stopdown.memory.forecast import predict_resident
 from stopdown.memory.run_memory import listen_to_run
 from stopdown.pipelines.skeletons import build_skeleton
 from stopdown.sources.sources import resolve_source
@@ -35,6 +37,25 @@ def test_a_dry_run_takes_what_the_run_takes(name: str, tmp_path: Any) -> None:
     predicted = max([run.between_bytes, *(call.peak_bytes for call in run.calls)])
     with torch.no_grad():
         assert predicted == pytest.approx(measure_allocator(lambda: pipe(**arguments)), rel=0.02)
+
+
+class _Staged(StableDiffusionPipeline):
+    """A pipeline whose call takes no number of steps, as HeliosPyramid's and UnCLIP's."""
+
+    def __call__(self, prompt: str, height: int = 64, width: int = 64) -> Any:
+        call = super().__call__
+        return call(prompt, height=height, width=width, num_inference_steps=2, output_type="np")
+
+
+def test_a_pipeline_without_a_number_of_steps_is_predicted(tmp_path: Any) -> None:
+    """It was handed one, which its code refused, so that it had no forecast."""
+    empty = build_skeleton(resolve_source(save_pipeline("sd", tmp_path / "m")), {})
+    empty.__class__ = _Staged
+    run = listen_to_run(empty, {"prompt": "a"})
+    assert [call.component for call in run.calls] == [
+        *("text_encoder", "text_encoder", "unet", "unet", "vae.decode"),
+    ]
+    assert predict_resident(empty, {"prompt": "a"}, on_cpu=True).predictions[0].peak_bytes > 0
 
 
 def test_a_component_that_reads_values_is_named(tmp_path: Any) -> None:

@@ -155,7 +155,7 @@ def dry_run(
         answers: cache of results from earlier runs, to which this run adds.
     """
     run = _DryRun(listeners, {} if answers is None else answers)
-    given = _prepare(arguments, listeners)
+    given = _prepare(skeleton, arguments, listeners)
     if listeners and all(listener.ends_at_decoder for listener in listeners):
         calls = find_callees(skeleton)
         run.last = next((x for x in calls if x.stage == "decode" and x.method == "decode"), None)
@@ -191,11 +191,17 @@ def dry_run_program(
     _DryRun(listeners, {}, copy).go(program, start, {})
 
 
-def _prepare(arguments: Mapping[str, Any], listeners: Sequence[Listener]) -> dict[str, Any]:
-    """Return the arguments with only as many steps as listeners need, and with a new generator."""
+def _prepare(
+    skeleton: Any, arguments: Mapping[str, Any], listeners: Sequence[Listener]
+) -> dict[str, Any]:
+    """Return the arguments with only as many steps as listeners need, and with a new generator.
+
+    A pipeline that takes no number of steps, such as HeliosPyramid with its stages, makes all of them.
+    """
     prepared, name = dict(arguments), "num_inference_steps"
     most = [listener.most_steps for listener in listeners]
-    if most and None not in most:
+    takes_steps = name in inspect.signature(type(skeleton).__call__).parameters
+    if most and None not in most and takes_steps:
         steps = max(x for x in most if x is not None)
         prepared[name] = min(steps, arguments.get(name) or steps)
     if isinstance(prepared.get("generator"), torch.Generator):
