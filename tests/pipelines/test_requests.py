@@ -23,6 +23,7 @@ from stopdown.pipelines.requests import (
     Request,
     Stage,
     build_arguments,
+    describe_unused_negative,
     explain_stop,
     find_frames,
     find_own_frames,
@@ -527,3 +528,24 @@ def test_bf16_that_is_handed_to_numpy_is_named() -> None:
         torch.ones(1, dtype=torch.bfloat16).numpy()
     said = say_what_to_change(diffusers.LDMTextToImagePipeline, str(caught.value))
     assert said.startswith("It hands bf16 to NumPy")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "is_told"),
+    [
+        ("FluxPipeline", {"negative_prompt": "blur"}, True),
+        ("HunyuanVideoPipeline", {"negative_prompt": "blur", "true_cfg_scale": 1}, True),
+        ("FluxPipeline", {"negative_prompt": "blur", "true_cfg_scale": 4}, False),
+        ("FluxPipeline", {"negative_prompt": ""}, False),
+        ("FluxPipeline", {}, False),
+        ("QwenImagePipeline", {"negative_prompt": "blur"}, False),
+        ("StableDiffusionPipeline", {"negative_prompt": "blur"}, False),
+    ],
+)
+def test_a_negative_prompt_without_effect_is_told(
+    name: str, arguments: dict[str, Any], is_told: bool
+) -> None:
+    """Flux and HunyuanVideo ignore it with their defaults, without a word."""
+    said = describe_unused_negative(getattr(diffusers, name), arguments)
+    assert bool(said) is is_told
+    assert not said or f"{name} reads it only with a true_cfg_scale above 1" in said

@@ -723,6 +723,21 @@ def _prepare_media(arguments: dict[str, Any], request: Request) -> dict[str, Any
     return prepared
 
 
+def describe_unused_negative(pipeline_class: type, arguments: Mapping[str, Any]) -> str:
+    """Return a sentence about a negative prompt that a call ignores without a word, as Flux's; else ""."""
+    taken, name = read_signature(pipeline_class), "true_cfg_scale"
+    if name not in taken or not arguments.get("negative_prompt"):
+        return ""
+    scale = arguments.get(name, taken[name].default)
+    if not isinstance(scale, Real) or scale > 1:
+        return ""
+    return (
+        f"The negative prompt has no effect: {pipeline_class.__name__} reads it only with a {name} "
+        f"above 1, and that is {scale:g}. To use it, add --arg {name}=4. Each step then takes twice "
+        "as long."
+    )
+
+
 def find_frames(pipe: Any, arguments: dict[str, Any]) -> int:
     """Return the number of frames that a call will make, by its arguments and the pipeline's defaults."""
     for name in _NAMES["video"]:

@@ -31,6 +31,7 @@ from stopdown.pipelines.requests import (
     MEDIA,
     Request,
     build_arguments,
+    describe_unused_negative,
     explain_stop,
     list_own_sides,
     say_what_to_change,
@@ -257,6 +258,9 @@ def make_frames(
             f"The result is {sides['width']}x{sides['height']} pixels, the size in the model's config. For "
             "another size, set width and height."
         )
+    unused = describe_unused_negative(type(loaded.pipe), arguments)
+    if unused and settings.announce is not None:
+        settings.announce(unused)
     choose_format(output, count_frames(loaded.pipe, arguments))
     loaded.pipe.set_progress_bar_config(disable=True)
     made = run_guarded(loaded, partial(_call, loaded, arguments, request.seed), settings)
