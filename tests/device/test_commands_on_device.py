@@ -230,6 +230,25 @@ def test_a_device_without_fp64_serves_every_command(
     assert len(list(out.rglob("*.mp4"))) + len(list(out.rglob("*.png"))) == 2
 
 
+def test_a_batch_ends_with_its_device(
+    simulated: Simulated,
+    save_tiny: Callable[..., Path],
+    run: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+) -> None:
+    """After an illegal access CUDA computes nothing: each further item failed, a night's worth of them."""
+    folder, out = save_tiny("sd", "fp32"), tmp_path / "out"
+    words = ("batch", folder, "a", "b", "--steps", 2, "--precision", "fp32", "--device", KIND, "-o")
+    simulated.fail_after(600)
+    code, _, said = run(*words, out)
+    simulated.fail_after(0)
+    assert code == 1
+    assert "simulated:0 (Simulated accelerator) stopped computing: " in said
+    assert "the same command continues from there." in said
+    assert "failed" not in said
+    assert run(*words, out)[1].startswith("2 of 2 done")
+
+
 @pytest.mark.parametrize("guard", [True, False])
 def test_load_stays_within_a_small_device(
     guard: bool, simulated: Simulated, save_tiny: Callable[..., Path]

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from stopdown.batch.jobs import Job, Task
 from stopdown.batch.records import MOST_EARLY_DEATHS
-from stopdown.batch.worker import TaskResult, Worker
+from stopdown.batch.worker import LostDeviceError, TaskResult, Worker
 from stopdown.devices.environment import copy_variables, put_variables
 from stopdown.errors import StopdownError
 from stopdown.records import Plan
@@ -56,7 +56,14 @@ class InProcess:
         given, self._given = self._given, None
         if given is None or self._worker is None:
             return []
-        return [(0, self._worker.make(*given))]
+        try:
+            return [(0, self._worker.make(*given))]
+        except LostDeviceError as error:
+            raise StopdownError(
+                f"{self._worker.device} stopped computing: {error}",
+                expected="Finished items are kept, and the same command continues from there.",
+                remedy="Run the command again, and stopdown doctor if that ends here as well.",
+            ) from error
 
 
 @dataclass
@@ -234,6 +241,8 @@ def _serve(
             pipe.send(worker.make(task, plans[seal]))
     except StopdownError as error:
         pipe.send(error)
+    except LostDeviceError as error:  # a new process has the device again
+        sys.exit(f"stopdown: {device} stopped computing: {error}")
     except (EOFError, BrokenPipeError):  # no more tasks are given
         pass
 

@@ -19,7 +19,7 @@ from typing import Any
 from stopdown.batch.jobs import Job, Task, describe_request
 from stopdown.batch.output_folder import find_batch_folder, list_item_names
 from stopdown.batch.records import ItemResult, Status
-from stopdown.devices.device_choice import choose_device
+from stopdown.devices.device_choice import choose_device, is_lost
 from stopdown.errors import InputError, OutputError, SourceError, describe_error
 from stopdown.files.outputs import find_record_path
 from stopdown.frames.media import SUFFIXES, draw_preview
@@ -50,6 +50,10 @@ class TaskResult:
     notes: tuple[str, ...] = ()
 
 
+class LostDeviceError(Exception):
+    """Raised if a device computes nothing until the process ends, as CUDA after an illegal access."""
+
+
 class Worker:
     """Maker of items on one device.
 
@@ -76,7 +80,11 @@ class Worker:
         self.observer: Observer | None = None
 
     def make(self, task: Task, plan: Plan | None) -> TaskResult:
-        """Make one item, or find its finished output; an exception of the run becomes a failed result."""
+        """Make one item, or find its finished output; an exception of the run becomes a failed result.
+
+        Raises:
+            LostDeviceError: the device computes nothing any more, so that each further item would fail.
+        """
         found = find_finished(self._folder, task, list_item_names(self._folder))
         if found is not None:  # its maker died before it could report
             return TaskResult(describe_result(task, found, "made"))
@@ -90,6 +98,8 @@ class Worker:
             except OutputError:
                 raise
             except Exception as error:  # whatever a model's code does: the other items go on
+                if is_lost(self.device):
+                    raise LostDeviceError(describe_error(error)) from error
                 said, elapsed_s = describe_error(error), time.perf_counter() - begun
                 failed = begin_result(task, "failed", elapsed_s=elapsed_s, error=said)
                 return TaskResult(failed, None, tuple(notes))

@@ -16,6 +16,7 @@ from stopdown.devices.torch_builds import (
     find_missing_system,
 )
 from stopdown.errors import OptionError
+from stopdown.out_of_memory import is_out_of_memory
 
 KINDS = ("cpu", "cuda", "mps", "xpu")
 """PyTorch's names of the device types that Stopdown supports."""
@@ -200,6 +201,19 @@ def _explain_auto(devices: list[Device], chosen: Device) -> str:
         "comes first" if chosen is devices[0] else "is the first that this PyTorch has kernels for"
     )
     return f"{chosen} {why}; also here: {others}."
+
+
+def is_lost(device: Device) -> bool:
+    """Return whether an accelerator refuses to compute anything; one whose memory is full isn't lost."""
+    import torch
+
+    if device.type == "cpu":
+        return False
+    try:
+        torch.ones(2, device=device.torch_name).sum().item()
+    except Exception as error:  # each backend has errors of its own
+        return not is_out_of_memory(error)
+    return False
 
 
 def synchronise(device: Device) -> None:
