@@ -729,7 +729,7 @@ def describe_unused_negative(pipeline_class: type, arguments: Mapping[str, Any])
     if name not in taken or not arguments.get("negative_prompt"):
         return ""
     scale = arguments.get(name, taken[name].default)
-    if not isinstance(scale, Real) or scale > 1:
+    if not isinstance(scale, (int, float)) or scale > 1:
         return ""
     return (
         f"The negative prompt has no effect: {pipeline_class.__name__} reads it only with a {name} "

@@ -11,10 +11,11 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stopdown.errors import OptionError
-from stopdown.frames.media import choose_format, require_encoder
+from stopdown.frames.media import PICTURES, SOUNDS, choose_format, require_encoder
 from stopdown.pipelines.requests import Request, find_frames, find_pipeline_argument
 
 if TYPE_CHECKING:
@@ -108,14 +109,18 @@ def check_format(pipeline_class: type, request: Request, output: str) -> None:
     if kind == "video":
         _refuse_several_videos(pipeline_class, request)
         given = None if request.video is None else len(request.video)
-        frames = request.frames or given or _MORE_THAN_ONE
+        frames, suffix = request.frames or given, Path(output).suffix.lower()
+        if frames is None and suffix in PICTURES:
+            stem = Path(output).with_suffix("")
+            raise OptionError(
+                f"The output {output} is a single picture, and {pipeline_class.__name__} makes a video.",
+                expected=f"A {suffix} file holds one frame.",
+                remedy=f"Use -o {stem}.mp4, -o {stem}/ for a folder of frames, or frames=1.",
+            )
+        frames = frames or (2 if suffix in SOUNDS else None)
     else:
         frames = count_results(request.arguments) if kind == "picture" else 0
     require_encoder(choose_format(output, frames))
-
-
-_MORE_THAN_ONE = 2
-"""Frames of a video for which no number is asked; the pipeline's own is known once it's loaded."""
 
 
 def count_results(arguments: Mapping[str, Any]) -> int:
