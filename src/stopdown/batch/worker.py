@@ -19,7 +19,7 @@ from typing import Any
 from stopdown.batch.jobs import Job, Task, describe_request
 from stopdown.batch.output_folder import find_batch_folder, list_item_names
 from stopdown.batch.records import ItemResult, Status
-from stopdown.devices.device_choice import choose_device, is_lost
+from stopdown.devices.device_choice import choose_device, has_lost_device
 from stopdown.errors import InputError, OutputError, SourceError, describe_error
 from stopdown.files.outputs import find_record_path
 from stopdown.frames.media import SUFFIXES, draw_preview
@@ -98,7 +98,7 @@ class Worker:
             except OutputError:
                 raise
             except Exception as error:  # whatever a model's code does: the other items go on
-                if is_lost(self.device):
+                if has_lost_device(self.device):
                     raise LostDeviceError(describe_error(error)) from error
                 said, elapsed_s = describe_error(error), time.perf_counter() - begun
                 failed = begin_result(task, "failed", elapsed_s=elapsed_s, error=said)

@@ -203,7 +203,7 @@ def _explain_auto(devices: list[Device], chosen: Device) -> str:
     return f"{chosen} {why}; also here: {others}."
 
 
-def is_lost(device: Device) -> bool:
+def has_lost_device(device: Device) -> bool:
     """Return whether an accelerator refuses to compute anything; one whose memory is full isn't lost."""
     import torch
 
