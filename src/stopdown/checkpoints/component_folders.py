@@ -26,6 +26,7 @@ from stopdown.checkpoints.output_places import RECORD_NAME, measure_files
 from stopdown.component_calls.components import find_kept_fp32
 from stopdown.errors import OptionError
 from stopdown.fold_names import split_fold_name
+from stopdown.module_calls.call import are_finite
 from stopdown.module_calls.call_signatures import list_other_arguments
 from stopdown.number_formats import list_some
 from stopdown.records import Conversion, ConvertedComponent, to_json
@@ -48,7 +49,7 @@ def fold_to_fp16(name: str, module: torch.nn.Module, found: FileExponents) -> to
     bad = [
         f"{name}:{tensor_name}"
         for tensor_name, tensor in module.state_dict().items()
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
+        if not are_finite(tensor)
     ]
     if bad:
         raise OptionError(

@@ -31,10 +31,10 @@ from stopdown.module_calls.call import PlainCall
 from stopdown.module_calls.kept_state import run_call
 from stopdown.number_formats import list_some
 from stopdown.numerics import (
+    bound_values,
     count_attention_on_cpu,
     headroom_bits,
     iterate_tensors,
-    measure_amax,
 )
 from stopdown.scaling.exponents.solver import ASKED_BITS
 from stopdown.scaling.graph.capture import find_kept_buffers
@@ -145,7 +145,9 @@ def _record_layer_call(
 
 def _measure_amax(value: torch.Tensor) -> float:
     """Return a tensor's largest magnitude; inf if any element is not finite."""
-    return measure_amax(value) if bool(value.isfinite().all()) else math.inf
+    bounds = bound_values([value])
+    amax = 0.0 if bounds is None else float(bounds.abs().max())
+    return amax if math.isfinite(amax) else math.inf
 
 
 def _fits(amax: float) -> bool:
