@@ -13,7 +13,10 @@ from safetensors.torch import load_file
 
 from models.conversions import convert_made, plan_plainly
 from stopdown.checkpoints import component_folders
+from stopdown.checkpoints.component_folders import fold_to_fp16
 from stopdown.checkpoints.convert import convert
+from stopdown.checkpoints.file_exponents import FileExponents
+from stopdown.errors import OptionError
 from stopdown.plans.plan_files import seal_plan
 from stopdown.records import Plan, Scaling
 from stopdown.scaling.folding.folds import load_scaled
@@ -62,3 +65,16 @@ def test_what_is_left_is_copied(
     assert [e.precision for e in record.components if e.component in others] == ["as stored"] * 2
     assert '"unet": torch.bfloat16' in record.load
     assert '"default": torch.float16' in record.load
+
+
+def test_a_weight_beyond_fp16_is_not_written() -> None:
+    """By name; a NaN of the original is as bad."""
+    module = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    )
+    module.requires_grad_(False)
+    module[0].weight[1, 2], module[2].bias[3] = 7e4, torch.nan
+    with pytest.raises(
+        OptionError, match=r"Weights are beyond 65504 in unet:0\.weight, unet:2\.bias\."
+    ):
+        fold_to_fp16("unet", module, FileExponents(Scaling()))

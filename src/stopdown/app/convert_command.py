@@ -17,7 +17,7 @@ from stopdown.app.request_options import find_named_source
 from stopdown.errors import OptionError
 from stopdown.number_formats import list_some
 from stopdown.plans.plan_files import read_plan
-from stopdown.records import Conversion, ConvertedComponent
+from stopdown.records import PLAN_IN_CONFIG, Conversion, ConvertedComponent
 from stopdown.sources.lora_names import is_lora_file
 from stopdown.sources.sources import is_hub_id, refuse_ignored
 
@@ -203,7 +203,7 @@ def print_conversion(made: Conversion, console: Console, *, is_whole: bool = Fal
     for entry in made.components:
         table.add_row(*_describe_row(entry))
     console.print(table)
-    carried = [x.component for x in made.components if x.precision.endswith("config.json")]
+    carried = [x.component for x in made.components if x.precision == PLAN_IN_CONFIG]
     if carried:
         line = f"\nStopdown applies the plan in config.json when it loads: {', '.join(carried)}."
         console.print(line, soft_wrap=True, highlight=False, markup=False)

@@ -85,7 +85,14 @@ from stopdown.plans.call_recorder import (
 from stopdown.plans.dry_calls import draw_calls, shrink_run
 from stopdown.plans.exponents import describe_unscaled
 from stopdown.plans.plan_files import carry_plan, take_plan
-from stopdown.records import ComponentPlan, Conversion, ConvertedComponent, Plan, Scaling
+from stopdown.records import (
+    PLAN_IN_CONFIG,
+    ComponentPlan,
+    Conversion,
+    ConvertedComponent,
+    Plan,
+    Scaling,
+)
 from stopdown.scaling import ComponentCall, cast_, read_headroom
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.headers import read_rescaled
@@ -530,7 +537,7 @@ def _describe_component(work: _Work, entry: ComponentPlan) -> ConvertedComponent
     name = entry.component
     if name in work.carried:
         said = (f"{work.carried[name]}.".replace("..", "."), _CARRIED)
-        return ConvertedComponent(name, "as stored, plan in config.json", reasons=said)
+        return ConvertedComponent(name, PLAN_IN_CONFIG, reasons=said)
     if _is_left(work, entry):
         why = "Its weights are unchanged."
         if entry.precision == "as loaded":

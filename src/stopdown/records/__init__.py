@@ -28,6 +28,7 @@ from stopdown.records.json_text import from_json as from_json
 from stopdown.records.json_text import read_kind as read_kind
 from stopdown.records.json_text import read_record as read_record
 from stopdown.records.json_text import to_json as to_json
+from stopdown.records.plans import PLAN_IN_CONFIG as PLAN_IN_CONFIG
 from stopdown.records.plans import ComponentPlan as ComponentPlan
 from stopdown.records.plans import Conversion as Conversion
 from stopdown.records.plans import ConvertedComponent as ConvertedComponent

@@ -262,14 +262,18 @@ def _describe_entry(entry: ComponentPlan) -> tuple[str, ...]:
     )
 
 
+PLAN_IN_CONFIG = "as stored, plan in config.json"
+"""Precision of a converted component whose config contains its plan."""
+
+
 @dataclass(frozen=True, repr=False)
 class ConvertedComponent(Displayed):
     """The result of a conversion for one component.
 
     Attributes:
         component: name in the pipeline, such as `transformer` or `vae`.
-        precision: `fp16`; `as stored` for unchanged weights; `as stored, plan in config.json` if the config
-            contains the plan.
+        precision: `fp16`; `as stored` for unchanged weights; `PLAN_IN_CONFIG` if the config contains
+            the plan.
         folded: number of tensors that were multiplied by powers of two.
         solved_anew: whether exponents other than the plan's were found, which a file can represent.
         fields: fields that were written into its config.
