@@ -7,20 +7,22 @@ and the cached values would have to be rescaled as well.
 
 **Catches** buffers that are written or replaced; attributes that are set; lists, sets and mappings in
 attributes whose contents change; hooks on submodules, such as those that Transformers registers at the
-first call that requests hidden states.
+first call that requests hidden states; fake tensors in global variables of the module's code.
 
-**Does not catch** state inside of other objects, or in variables outside of the module.
+**Does not catch** state inside of other objects, and other values in variables outside of the module.
 """
 
 from __future__ import annotations
 
 import copy
 import enum
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from stopdown.interception.arguments import count_writes
@@ -233,6 +235,66 @@ class HeldContainers:
             if list(map(id, _list_items(container))) != list(map(id, _list_items(held))):
                 container.clear()
                 container.extend(held) if isinstance(container, list) else container.update(held)
+
+
+class KeptGlobals:
+    """A snapshot of the global variables of a module's code, to take out fake tensors that a trace leaves
+    there: a later call would compute with them.
+
+    Attention processors and other objects in its attributes are its code as well.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        parts = [x for part in module.modules() for x in (part, *vars(part).values())]
+        homes = {kind.__module__ for x in parts for kind in type(x).__mro__}
+        homes |= {
+            str(getattr(x, "__module__", "")) for x in parts
+        }  # a function in place of a method
+        found = {x: sys.modules.get(x) for x in homes if x.partition(".")[0] not in _WITHOUT_STATE}
+        self._tables = {name: vars(home) for name, home in found.items() if home is not None}
+        self._before = {
+            (home, name): (value, [(x, _hold(x)) for x in _list_nested(value)])
+            for home, table in self._tables.items()
+            for name, value in table.items()
+            if not name.startswith("__") and not _holds_fake(value)
+        }
+
+    def take_out_fakes(self) -> list[str]:
+        """Restore the variables that hold a fake tensor now, and return their names."""
+        patches, found = Patches(), []  # never undone: this is how it was
+        for home, table in self._tables.items():
+            for name, value in list(table.items()):
+                if name.startswith("__") or not _holds_fake(value):
+                    continue
+                found.append(f"{home}.{name}")
+                if (home, name) not in self._before:
+                    table.pop(name)
+                    continue
+                before, containers = self._before[home, name]
+                patches.set_item(table, name, before)
+                for container, held in containers:
+                    _refill(container, held)
+        return found
+
+
+_WITHOUT_STATE = ("builtins", "torch", "typing", "abc")
+"""Packages whose code isn't a model's."""
+
+
+def _list_nested(value: Any) -> list[Any]:
+    """Return a container and the containers in it."""
+    if _hold(value) is None:
+        return []
+    return [value, *(x for x in _list_items(value) if _hold(x) is not None)]
+
+
+def _holds_fake(value: Any) -> bool:
+    if isinstance(value, FakeTensor):
+        return True
+    items = [x for one in _list_nested(value) for x in _list_items(one)]
+    return any(
+        isinstance(x, FakeTensor) for x in (*items, *(value if type(value) is tuple else ()))
+    )
 
 
 def _list_items(container: Any) -> list[Any]:

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from models.snapshots import assert_untouched
 from models.uncapturable_models import Branching, Leaving
 from stopdown.errors import CaptureError, warn_user
 from stopdown.operations import read_calls
@@ -26,6 +28,7 @@ from stopdown.scaling.graph.capture import (
 )
 from stopdown.scaling.graph.light_tracing import STACK_TRACES_OFF
 from stopdown.scaling.graph.nodes import operation
+from stopdown.scaling.rescale import rescale_
 
 
 class Attention(nn.Module):
@@ -393,3 +396,41 @@ def test_code_that_fails_without_values_writes_no_log(caplog: pytest.LogCaptureF
     finally:
         log.removeHandler(caplog.handler)
     assert not [x for x in caplog.records if x.name == log.name]
+
+
+MAPS: dict[str, torch.Tensor] = {}
+SEEN: list[torch.Tensor] = []
+
+
+class Recorder:
+    """An attention processor that keeps what it makes in variables of its file."""
+
+    def __call__(self, attn: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        from diffusers.models.attention_processor import AttnProcessor2_0
+
+        if "first" not in MAPS:
+            MAPS["first"] = hidden_states.mean()
+        SEEN.append(hidden_states)
+        made: torch.Tensor = AttnProcessor2_0()(attn, hidden_states, **kwargs)
+        return made + MAPS["first"] * 0
+
+
+def test_a_global_that_is_filled_is_named_and_keeps_no_fake_tensor() -> None:
+    """`rescale_` ended in a raw error of the compiler, and the program computed with fake tensors after."""
+    from diffusers.models.attention_processor import Attention
+
+    MAPS.clear()
+    SEEN[:] = [torch.ones(1)]
+    module = Attention(query_dim=16, heads=2, dim_head=8, processor=Recorder())  # type: ignore[arg-type]
+    module.eval().requires_grad_(False)
+    x = torch.randn(1, 4, 16)
+    with assert_untouched({"attention": module}), pytest.raises(CaptureError) as raised:
+        capture_call(module, (x,), dtype=torch.float16)
+    assert f"keeps tensors in {__name__}.MAPS, {__name__}.SEEN, outside" in raised.value.what
+    assert not MAPS
+    assert len(SEEN) == 1
+    wanted = module(x)
+    rescaling = rescale_(module, x)
+    assert not rescaling.exponents
+    assert torch.equal(module(x), wanted)
+    assert not any(isinstance(x, FakeTensor) for x in (*MAPS.values(), *SEEN))

@@ -179,7 +179,8 @@ def test_a_tensor_that_was_made_without_values_is_refused() -> None:
     with pytest.raises(CaptureError) as refused:
         capture.capture_call(Keeping(), (torch.randn(2, 8, 4),), dtype=torch.float16)
     assert str(refused.value) == (
-        "Keeping can't be captured as a graph: mul takes a tensor that the code made in another call and "
-        "kept outside of the module. Such a tensor has no values if it was made while a call was traced. "
-        "Make it in each call, or keep it as a buffer of the module."
+        f"Keeping can't be captured as a graph: its code keeps tensors in {__name__}.KEPT, outside of the "
+        "module. Another call would read them there, with other exponents or none. Make them in each call, "
+        "or keep them as buffers of the module."
     )
+    assert not KEPT

@@ -50,7 +50,9 @@ from stopdown.interception.randomness import kept_random
 from stopdown.interception.tracing import CALLS_REPLACED, without_compiler
 from stopdown.module_calls.answers import OF_TEST, add_answers
 from stopdown.module_calls.call_signatures import Sizes, list_argument_sizes, sign_call
+from stopdown.module_calls.kept_state import KeptGlobals
 from stopdown.module_calls.mixed_dtypes import NO_OPERANDS, cast_operands, find_operands
+from stopdown.number_formats import list_some
 from stopdown.numerics import has_values, iterate_tensors
 from stopdown.operations import read_calls
 from stopdown.scaling.graph.captured_regions import inline_regions
@@ -159,13 +161,23 @@ def capture_call(
     """
     failure: CaptureError | None = None
     first = _Attempt(call, args, dict(kwargs or {}), dtype, wide, operands)
-    drawn = kept_random(first.owner, args, kwargs or {})
-    with WARNINGS_IGNORED, drawn, _quiet_fakes():  # one thread at a time
+    drawn, found = kept_random(first.owner, args, kwargs or {}), None
+    with WARNINGS_IGNORED, drawn, _quiet_fakes(first.owner) as left:  # one thread at a time
         for attempt in _list_attempts(first, answers):
             try:
-                return _export(attempt)
+                found = _export(attempt)
+                break
             except CaptureError as error:
                 failure = failure or error
+    if left:
+        raise CaptureError(
+            f"{type(first.owner).__name__} can't be captured as a graph: its code keeps tensors in "
+            f"{list_some(left)}, outside of the module.",
+            expected="Another call would read them there, with other exponents or none.",
+            remedy="Make them in each call, or keep them as buffers of the module.",
+        )
+    if found is not None:
+        return found
     assert failure is not None
     raise failure
 
@@ -184,7 +196,7 @@ def find_call_operands(
 
     Cost: one run on fake tensors.
     """
-    with _quiet_fakes():
+    with _quiet_fakes(owner_of(call)):
         return _ShadowCall(_Attempt(call, args, dict(kwargs or {}), dtype)).find_operands()
 
 
@@ -208,7 +220,7 @@ def read_call(
     Cost: one run on fake tensors.
     """
     try:
-        with _quiet_fakes():
+        with _quiet_fakes(owner_of(call)):
             return _ShadowCall(_Attempt(call, args, dict(kwargs), dtype)).read(blocked)
     except Exception:  # model code may raise anything
         return None
@@ -1012,14 +1024,23 @@ def _alone_in_thread() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet_fakes() -> Iterator[None]:
-    """Suppress the logged traceback of code that fails on fake tensors; the error is still raised."""
+def _quiet_fakes(owner: torch.nn.Module) -> Iterator[list[str]]:
+    """Suppress the logged traceback of code that fails on fake tensors; the error is still raised.
+
+    The list has the names of the global variables in which the code left fake tensors, once they were
+    taken out at the end.
+
+    Args:
+        owner: the module that runs.
+    """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
+    kept, left = KeptGlobals(owner), list[str]()
     try:
-        yield
+        yield left
     finally:
         log.disabled = before
+        left += kept.take_out_fakes()
 
 
 @contextlib.contextmanager
