@@ -206,7 +206,7 @@ SHOWN = [
             request={HOSTILE: HOSTILE, "prompt": HOSTILE},
         ),
         0,
-        "circle.mp4",
+        "\ufffd]0;owned[red]x[/red]",
         left=("out.html",),
     ),
     give(
@@ -232,7 +232,7 @@ SHOWN = [
         REPORT,
         put_record(lambda: dataclasses.replace(comparison(), headline=HOSTILE, reasons=(HOSTILE,))),
         0,
-        "precision",
+        "\ufffd]0;owned[red]x[/red]",
         left=("out.html",),
     ),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def read_any(path: Path) -> Comparison | RunRecord:
     Raises:
         InputError: the file is not a record, has no report, or contradicts itself.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         raise InputError(
             f"The file {path} doesn't exist.",
             expected="generate and compare write a JSON record next to their output.",
