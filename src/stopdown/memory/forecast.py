@@ -137,7 +137,8 @@ def predict_resident(
     pipe: Any, arguments: Mapping[str, Any], *, on_cpu: bool, answers: Answers | None = None
 ) -> Fit:
     """Predict the memory of a run with all weights on the device, from a dry run of one denoising step."""
-    run = listen_to_run(pipe, arguments, MemoryListener(on_cpu=on_cpu, most_steps=1), answers)
+    given = {**arguments, "num_inference_steps": 1}
+    run = listen_to_run(pipe, given, MemoryListener(on_cpu=on_cpu), answers)
     return Fit((predict(run, Strategy(), steps=1),), sides=_find_sides(run))
 
 

@@ -143,6 +143,7 @@ class MemoryListener(Listener):
     """Measures the memory of a pipeline's run while `dry_run` runs it."""
 
     ends_at_decoder = False
+    most_steps = MOST_STEPS
 
     def __init__(
         self,
@@ -150,7 +151,6 @@ class MemoryListener(Listener):
         fused: bool = True,
         on_cpu: bool = True,
         sign: Callable[[ComponentCall], str] = lambda call: "",
-        most_steps: int = MOST_STEPS,
     ) -> None:
         """Prepare to measure; pass the listener to `dry_run`, and then call `conclude`.
 
@@ -158,9 +158,7 @@ class MemoryListener(Listener):
             fused: whether attention runs in a kernel that keeps no score matrix.
             on_cpu: whether to count the workspaces of the CPU's convolutions.
             sign: returns a signature of the component's settings that change a call's memory.
-            most_steps: denoising steps of the dry run.
         """
-        self.most_steps = most_steps
         self._fused, self._on_cpu, self._sign = fused, on_cpu, sign
         self._tracker = StorageTracker(on_cpu=on_cpu)
         self._calls: list[CallMemory] = []

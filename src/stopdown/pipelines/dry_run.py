@@ -200,8 +200,9 @@ def _prepare(
     """
     prepared, name = dict(arguments), "num_inference_steps"
     most = [listener.most_steps for listener in listeners]
-    takes_steps = name in inspect.signature(type(skeleton).__call__).parameters
-    if most and None not in most and takes_steps:
+    if name not in inspect.signature(type(skeleton).__call__).parameters:
+        prepared.pop(name, None)
+    elif most and None not in most:
         steps = max(x for x in most if x is not None)
         prepared[name] = min(steps, arguments.get(name) or steps)
     if isinstance(prepared.get("generator"), torch.Generator):

@@ -154,7 +154,6 @@ class _Exporter:
         self.module, self.scaling, self.stated, self.reading = (
             module, scaling, stated, reading)  # fmt: skip
         self.capture: Capture = measured.capture
-        self.names = dict(stated.inputs)  # placeholder names to those of the arguments
         self.nodes: list[dict[str, Any]] = []
         self.ids: dict[Node, str] = {}
         self.inner: dict[Node, str] = {}
@@ -164,6 +163,11 @@ class _Exporter:
         closed = frozenset(stream.cast_output_down if stream else ())
         self.statement = CallStatement(Problem(), module, measured, 0, True, closed, ())
         self.aliases = find_aliases(self.capture.graph.graph)
+
+    @functools.cached_property
+    def names(self) -> dict[str, str]:
+        """Maps placeholder names of the call's tensors to the names of their arguments."""
+        return dict(self.stated.inputs)
 
     def export(self) -> dict[str, Any]:
         graph = self.capture.graph.graph

@@ -32,7 +32,7 @@ from torch.fx.node import map_arg
 from torch.nn.modules import module as module_code
 from torch.utils import _pytree as pytree
 
-from stopdown.interception.patches import Patches
+from stopdown.interception.patches import Patches, RunningCalls
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type, torch.Size),
@@ -550,6 +550,8 @@ class _Description:
         kind = type(value)
         if kind in _PLAIN:
             return kind, value
+        if kind is RunningCalls:  # what hooks keep while a call runs says nothing of the module
+            return kind
         if id(value) in self._numbers:
             return torch.nn.Module, self._numbers[id(value)]
         if id(value) in self._around:
