@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 from torch import nn
 
-from stopdown.interception.tracing import is_traced, without_compiler
+from stopdown.interception.tracing import is_traced
 
 
 def test_code_is_traced_while_it_is_exported() -> None:
@@ -25,31 +23,3 @@ def test_code_is_traced_while_it_is_exported() -> None:
     assert not seen[0]
     assert seen[1:]
     assert all(seen[1:])
-
-
-def test_the_compiler_is_on_again_after_the_last_of_several_threads() -> None:
-    """The one that came second found it off, and left it off for the whole process."""
-    seen = []
-
-    def note(graph: torch.fx.GraphModule, inputs: object) -> object:
-        seen.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(torch.sin, backend=note)
-    is_in, may_leave = threading.Event(), threading.Event()
-
-    def stay() -> None:
-        with without_compiler():
-            is_in.set()
-            may_leave.wait()
-
-    thread = threading.Thread(target=stay)
-    with without_compiler():
-        thread.start()
-        is_in.wait()
-    compiled(torch.ones(2))
-    before = len(seen)
-    may_leave.set()
-    thread.join()
-    compiled(torch.ones(2))
-    assert (before, len(seen)) == (0, 1)

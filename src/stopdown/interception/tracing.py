@@ -1,13 +1,8 @@
-"""Traced code: detection of what a compiler or exporter runs on tensors without values, and code that
-compiles itself, run without the compiler.
-"""
+"""Detection of traced code: run by a compiler or exporter, on tensors without values."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch._guards import TracingContext
@@ -24,29 +19,3 @@ def is_traced() -> bool:
     if torch.compiler.is_dynamo_compiling():
         return True
     return torch.compiler.is_compiling() and TracingContext.try_get() is not None
-
-
-_turn = threading.Lock()
-_uncompiled: list[Any] = []
-"""PyTorch's present switch of the compiler, once for each thread that has it off."""
-
-
-@contextlib.contextmanager
-def without_compiler() -> Iterator[None]:
-    """Run code that compiles itself, such as flex attention, without the compiler inside the block.
-
-    Under a dispatch mode the compiler would give up such code, and remember this: the calls after it would
-    fail. PyTorch has one switch for the whole process: other threads run compiled code as it is written
-    meanwhile. The last of several threads that leave switches the compiler on again.
-    """
-    with _turn:
-        _uncompiled.append(
-            _uncompiled[0] if _uncompiled else torch.compiler.set_stance("force_eager")
-        )
-    try:
-        yield
-    finally:
-        with _turn:
-            stance = _uncompiled.pop()
-            if not _uncompiled:
-                stance.__exit__(None, None, None)

@@ -29,7 +29,6 @@ from stopdown.component_call_names import name_module_path
 from stopdown.fold_names import name_parameters
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
-from stopdown.interception.tracing import without_compiler
 from stopdown.number_formats import FP16, find_format, name_dtype
 from stopdown.numerics import HALVES, bound_values, iterate_tensors, measure_amax
 from stopdown.operations import find_operation
@@ -163,7 +162,7 @@ def find_culprit(
     load_compiler()
     with Patches() as patches:
         tracer = _Tracer(module, arguments, patches)
-        with without_compiler(), tracer:
+        with _leaving_compiler(), tracer:
             output = call()
     return tracer.conclude(output), output
 
@@ -184,9 +183,18 @@ def find_origins(
     """
     with Patches() as patches:
         tracer = _Tracer(module, arguments, patches, is_exact=True)
-        with without_compiler(), tracer:
+        with _leaving_compiler(), tracer:
             output = call()
     return tracer.list_kinds(output), output
+
+
+def _leaving_compiler() -> Any:
+    """Run code that a model compiles by itself, such as flex attention, without the compiler in the block.
+
+    Under a dispatch mode the compiler would give up such code, and remember this: the calls after it would
+    fail.
+    """
+    return torch.compiler.set_stance("force_eager")
 
 
 class _Tracer(TorchDispatchMode):

@@ -47,7 +47,7 @@ from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import kept_random
-from stopdown.interception.tracing import CALLS_REPLACED, without_compiler
+from stopdown.interception.tracing import CALLS_REPLACED
 from stopdown.module_calls.answers import OF_TEST, add_answers
 from stopdown.module_calls.call_signatures import Sizes, list_argument_sizes, sign_call
 from stopdown.module_calls.kept_state import KeptGlobals
@@ -802,9 +802,8 @@ def _find_unread(
     found: set[str] = set()
     for other in _list_resized(call):
         read = _Read()
-        # flex attention would compile each size
-        eager, most_fail = without_compiler(), contextlib.suppress(Exception)
-        with eager, most_fail, mode, read:  # most sizes can't change alone
+        eager = torch.compiler.set_stance("force_eager")  # flex attention would compile each size
+        with contextlib.suppress(Exception), eager, mode, read:  # most sizes can't change alone
             args, kwargs = pytree.tree_map_only(
                 _Shaped, lambda x: torch.empty(x.shape, dtype=x.dtype), other
             )

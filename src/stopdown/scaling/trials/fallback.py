@@ -26,7 +26,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from stopdown.errors import CaptureError, ScalingError, TrialError
 from stopdown.fold_names import name_parameters
 from stopdown.interception.patches import Patches
-from stopdown.interception.tracing import without_compiler
 from stopdown.module_calls.call import PlainCall
 from stopdown.module_calls.kept_state import run_call
 from stopdown.number_formats import list_some
@@ -125,7 +124,7 @@ def _count_flops(module: torch.nn.Module, calls: Sequence[PlainCall]) -> float:
     of it under a counter returns other containers, in every later call as well.
     """
     counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
-    with contextlib.suppress(Exception), without_compiler(), counter:
+    with contextlib.suppress(Exception), torch.compiler.set_stance("force_eager"), counter:
         for call, args, kwargs in calls:
             run_call(module, call, args, kwargs)
         return float(counter.get_total_flops())
