@@ -40,6 +40,6 @@ def test_help_shows_choices_and_defaults(run: Any, here: Path) -> None:
     _, out, _ = run("generate", "--help")
     shown = " ".join(out.split())
     assert "--on-fault <repair|raise>" in shown
-    assert "[default: 8.0]" in shown
+    assert "[default: repair]" in shown
     assert "--steps N" in shown
     assert "list[str]" not in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -100,6 +101,15 @@ def test_a_parameter_that_was_cast_meanwhile_is_scaled_back() -> None:
     assert torch.equal(linear.weight, before.half())
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handler of Ctrl-C, which a shell's background process doesn't have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("write", range(1, 5))
 def test_an_interrupt_leaves_no_weight_scaled(
@@ -130,6 +140,7 @@ def test_an_interrupt_leaves_no_weight_scaled(
     assert len(writes) == (2 if write == 1 else 4)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_that_comes_again_and_again_is_not_postponed() -> None:
     """Whatever waits in vain can be left."""
     before, passed = signal.getsignal(signal.SIGINT), list[int]()
