@@ -154,6 +154,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     # other files
     ("generate shapes a --image none.png", 2, "The file none.png .--image. doesn't exist."),
     ("generate shapes a --mask none.png", 2, "The file none.png .--mask. doesn't exist."),
+    (f"generate shapes a --mask {'x' * 300}.png", 2, "The file x+.png .--mask. doesn't exist."),
     (
         "generate shapes a --image no.png --mask none.png",
         2,

@@ -18,7 +18,7 @@ from stopdown.plans import certified, near_weights
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.certified import certify_program
 from stopdown.plans.near_weights import bring_near, is_summed_in_fp32
-from stopdown.scaling.bounds import propagation
+from stopdown.scaling.bounds import propagation, singular_values
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +38,7 @@ PROBE_BYTES = 2 * 256 * near_weights.TERMS * 4
 def test_bounds_are_those_of_the_processor(make: Any, simulated: Simulated) -> None:
     """Each large matrix is brought once for each pass; bounds differ in the last digits of fp32."""
     module, call = make()
+    assert near_weights.LARGE == singular_values.SMALL  # smaller ones would come back to the host
     before = simulated.counts.bytes_in
     assert simulated.used() == 0
     check_bounds(module, call, choose_device(KIND))

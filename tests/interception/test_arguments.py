@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict, deque
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import torch
 from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 from torch import nn
 
+from models.overlapping_calls import overlap_calls
 from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.interception.arguments import hook_arguments, put_back, replace_tensors
 from stopdown.interception.patches import Patches
@@ -213,24 +213,15 @@ def test_the_lists_of_two_threads_are_kept_apart() -> None:
     """The thread that is done first gets its own list back, and not that of the other."""
     module, patches = nn.Identity(), Patches()
     lists = {name: [torch.ones(1)] for name in "ab"}
-    first, second = threading.Event(), threading.Event()
     during = list[torch.dtype]()
-
-    def meet(*_: Any) -> None:
-        if threading.current_thread() is other:
-            first.set()
-            assert second.wait(9)
-        else:
-            second.set()
-            other.join()
-            during.extend(lists[name][0].dtype for name in "ab")
 
     with patches:
         hook_arguments(module, halve, patches)
-        module.register_forward_pre_hook(meet)
-        other = threading.Thread(target=module, args=(lists["a"],))
-        other.start()
-        assert first.wait(9)
-        module(lists["b"])
+        overlap_calls(
+            module,
+            lambda: module(lists["a"]),
+            lambda: module(lists["b"]),
+            lambda: during.extend(lists[name][0].dtype for name in "ab"),
+        )
     assert during == [WIDE, NARROW]
     assert [lists[name][0].dtype for name in "ab"] == [WIDE, WIDE]

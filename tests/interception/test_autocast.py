@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any
 
 import pytest
 import torch
 
 from models.mixed_dtype_models import make_block, make_call
+from models.overlapping_calls import overlap_calls
 from models.pipeline_calls import quiet
 from models.programs import make_program, overflow_
 from models.snapshots import assert_untouched
@@ -241,7 +241,6 @@ def test_a_fault_in_autocast_of_another_dtype_is_repaired() -> None:
 def test_autocast_is_that_of_each_thread() -> None:
     """Two threads are in one module at a time, one of them in autocast: each leaves it as it came."""
     module, patches = torch.nn.Identity(), Patches()
-    first, second = threading.Event(), threading.Event()
     after = list[bool]()
 
     def call() -> None:
@@ -249,19 +248,7 @@ def test_autocast_is_that_of_each_thread() -> None:
             module(torch.ones(1))
             after.append(torch.is_autocast_enabled("cpu"))
 
-    def meet(*_: Any) -> None:
-        if threading.current_thread() is other:
-            first.set()
-            assert second.wait(9)
-        else:
-            second.set()
-            other.join()
-
     with patches:
         run_within(module, without_autocast, patches)
-        module.register_forward_pre_hook(meet)
-        other = threading.Thread(target=call)
-        other.start()
-        assert first.wait(9)
-        module(torch.ones(1))
+        overlap_calls(module, call, lambda: module(torch.ones(1)))
     assert [*after, torch.is_autocast_enabled("cpu")] == [True, False]

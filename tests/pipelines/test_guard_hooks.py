@@ -393,11 +393,16 @@ def test_under_hooks_a_module_is_kept_in_fp32(put_on: Callable[[Any], None]) -> 
     assert np.abs(pixels - plain).max() < 0.05
 
 
-def run_offloaded(monkeypatch: pytest.MonkeyPatch) -> Guard:
-    """A guard after a run whose transformer overflows while its weights wait elsewhere."""
+def run_offloaded(monkeypatch: pytest.MonkeyPatch, *, is_mixed: bool = False) -> Guard:
+    """A guard after a run whose transformer overflows while its weights wait elsewhere.
+
+    With `is_mixed`, its last norm is in fp32.
+    """
     monkeypatch.setattr(Session, "has_bf16", lambda *_: True)
     pipe = testing.make_pipeline(HOOKED, overflow="transformer", dtype=torch.float16)
     call_pipeline(pipe, HOOKED)
+    if is_mixed:
+        pipe.transformer.norm_final.float()
     offload_sequentially(pipe)
     with assert_untouched(pipe), guard(pipe, announce=quiet) as handle:
         assert np.isfinite(call_pipeline(pipe, HOOKED)).all()
@@ -412,6 +417,15 @@ def test_offloaded_weights_are_cast_and_not_rescaled(monkeypatch: pytest.MonkeyP
     assert repair.tried[0] == (
         "rescaled: Its weights are stored elsewhere between calls, so no exponents can be folded into them."
     )
+
+
+@pytest.mark.usefixtures("each_device")
+def test_offloaded_weights_are_put_back_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate makes parameters anew at each call: without their names those in fp32 would be fp16."""
+    assert run_offloaded(monkeypatch, is_mixed=True).repairs
+    monkeypatch.setattr(Component, "_keep_waiting", lambda self: None)
+    with pytest.raises(AssertionError, match=r"is torch\.float16 and was torch\.float32"):
+        run_offloaded(monkeypatch, is_mixed=True)
 
 
 @pytest.mark.usefixtures("each_device")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ def read_request(
 
 def _refuse_missing(places: Mapping[str, str | Path]) -> None:
     """Refuse input files that don't exist, all of them in one error, each with its option."""
-    gone = [(name, place) for name, place in places.items() if not Path(place).exists()]
+    gone = [(name, place) for name, place in places.items() if not os.path.exists(place)]
     if not gone:
         return
     said = " and ".join(f"{place} (--{name.replace('_', '-')})" for name, place in gone)

@@ -247,9 +247,7 @@ class KeptGlobals:
     def __init__(self, module: torch.nn.Module) -> None:
         parts = [x for part in module.modules() for x in (part, *vars(part).values())]
         homes = {kind.__module__ for x in parts for kind in type(x).__mro__}
-        homes |= {
-            str(getattr(x, "__module__", "")) for x in parts
-        }  # a function in place of a method
+        homes |= {str(getattr(x, "__module__", "")) for x in parts}  # of functions set on them
         found = {x: sys.modules.get(x) for x in homes if x.partition(".")[0] not in _WITHOUT_STATE}
         self._tables = {name: vars(home) for name, home in found.items() if home is not None}
         self._before = {

@@ -227,9 +227,7 @@ def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
         basis = f"In {calls} measured calls" if calls else "Proven from the weights"
         which = "fp16" if calls or not scaling.uncertain else "certified"
         factor = format_figure(2.0**scaling.headroom_bits)
-        closest = scaling.tightest.replace(
-            ": (", " ("
-        )  # of the component itself, with an empty path
+        closest = scaling.tightest.replace(": (", " (")  # the component's own path is empty
         reasons.append(
             f"{basis}: no {which} activation comes within a factor of {factor} of fp16's maximum "
             f"({scaling.headroom_bits:.1f} bits of headroom). Closest: {closest}."

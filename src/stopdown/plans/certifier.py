@@ -102,9 +102,7 @@ class Certifier:
     def _follow(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            with contextlib.suppress(
-                ValueError
-            ):  # what a library prints there is nobody's progress
+            with contextlib.suppress(ValueError):  # a library printed something
                 found = json.loads(line)
                 self._told = tuple(found) if isinstance(found, list) else self._told
 

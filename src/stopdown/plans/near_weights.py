@@ -17,7 +17,8 @@ KINDS = ("cuda",)
 """Types of the devices that are used: NVIDIA's and AMD's cards, with memory of their own."""
 
 LARGE = 1 << 27
-"""`out * in * min(out, in)` of a matrix above which a device's products save more than its copy takes."""
+"""`out * in * min(out, in)` of a matrix above which it's brought to a device: the limit from which bounds
+compute a Gram matrix in fp32. Smaller ones are computed in float64 on the host in any case."""
 
 TERMS = 16
 """Terms of each sum in the test product that shows whether a device sums in fp32."""
