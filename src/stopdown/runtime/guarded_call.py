@@ -287,7 +287,8 @@ class Call:
         latest = self.latest
         latest.call, latest.given = call, None
         latest.applied = self.state.applied
-        latest.restores = call.save(self.module, self.find_device(pipe))
+        host, is_alone = torch.device("cpu"), not torch.accelerator.is_available()
+        latest.restores = call.save(self.module, host if is_alone else self.find_device(pipe))
 
     def record_writes(self) -> None:
         """Record which of the component's buffers and attributes the finished call changed, so that a
@@ -303,7 +304,10 @@ class Call:
             latest.kept = latest.kept if latest.changed else None
 
     def find_device(self, pipe: Any) -> torch.device:
-        """Return the device that computes the calls now, also for offloaded weights."""
+        """Return the device that computes the calls now, also for offloaded weights.
+
+        Cost: for weights on the host, Diffusers looks through the hooks of all modules (milliseconds).
+        """
         weights = (x.device for x in self.module.parameters() if not x.is_meta)
         held = next(weights, torch.device("cpu"))
         own = getattr(pipe, "_execution_device", held) if held.type == "cpu" else held
