@@ -733,8 +733,8 @@ def describe_unused_negative(pipeline_class: type, arguments: Mapping[str, Any])
         return ""
     return (
         f"The negative prompt has no effect: {pipeline_class.__name__} reads it only with a {name} "
-        f"above 1, and that is {scale:g}. To use it, add --arg {name}=4. Each step then takes twice "
-        "as long."
+        f"above 1, and that is {scale:g}. To use it, set the argument {name}=4. Each step then takes "
+        "twice as long."
     )
 
 
