@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import fnmatch
 import functools
 import itertools
@@ -384,7 +385,8 @@ def map_tensors(
 ) -> Any:
     """Return a nested structure with `change` applied to every tensor.
 
-    Lists, tuples, dicts and an autoencoder's latent distribution are copied.
+    Lists, tuples, dicts, dataclasses and an autoencoder's latent distribution are copied. Other objects
+    stay as they are: a cache is its caller's as well.
 
     Args:
         keeps: whether a dict's value under this name stays unchanged.
@@ -396,16 +398,29 @@ def map_tensors(
             return change(leaf)
         if isinstance(leaf, dict):
             changed = {k: x if keeps(str(k)) else again(x) for k, x in leaf.items()}
-            return changed if type(leaf) is dict else type(leaf)(**changed)
+            return changed if type(leaf) is dict else _set_items(copy.copy(leaf), changed)
         if isinstance(leaf, (list, tuple)):  # a class of these that pytree does not know
             return type(leaf)(map(again, leaf))
         # what an autoencoder encodes to: a mean and a spread, which is sampled later
-        if callable(getattr(leaf, "sample", None)) and callable(getattr(leaf, "mode", None)):
+        is_sampled = callable(getattr(leaf, "sample", None)) and callable(
+            getattr(leaf, "mode", None)
+        )
+        if is_sampled or (dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)):
+            named = (
+                [x.name for x in dataclasses.fields(leaf)] if not is_sampled else list(vars(leaf))
+            )
             leaf = copy.copy(leaf)
-            vars(leaf).update({name: again(x) for name, x in vars(leaf).items()})
+            for name in named:
+                object.__setattr__(leaf, name, again(getattr(leaf, name)))  # it may be frozen
         return leaf
 
     return pytree.tree_map(visit, value, is_leaf=lambda x: isinstance(x, dict))
+
+
+def _set_items(table: Any, items: Mapping[Any, Any]) -> Any:
+    for key, item in items.items():
+        table[key] = item
+    return table
 
 
 def sign_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

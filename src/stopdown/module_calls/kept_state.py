@@ -134,6 +134,21 @@ def describe_kept(module: torch.nn.Module, names: list[str]) -> str:
     return f"{type(module).__name__} keeps {list_some(names)} from one call to the next."
 
 
+def read_kept(module: torch.nn.Module, names: list[str]) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Return the tensors in a module's attributes of these names; buffers and weights are left out.
+
+    Args:
+        names: from `KeptState.list_changes`.
+    """
+    found: dict[str, tuple[torch.Tensor, ...]] = {}
+    for full in names:
+        path, _, name = full.rpartition(".")
+        held = tuple(iterate_tensors(vars(module.get_submodule(path)).get(name)))
+        if held:
+            found[full] = held
+    return found
+
+
 def _is_same(
     now: torch.Tensor | None, tensor: torch.Tensor, before: torch.Tensor, writes: int | None
 ) -> bool:

@@ -185,6 +185,6 @@ def find_clamping(component: torch.nn.Module) -> tuple[str, ...]:
 def _clamps(module_class: Any) -> bool:
     try:
         source = inspect.getsource(module_class.forward)
-    except (OSError, TypeError):  # code without a file
+    except (OSError, TypeError, AttributeError):  # code without a file, as of TorchScript
         return False
     return bool(_CLAMP.search(source) and _END.search(source))

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from stopdown.argument_types import check_type
 from stopdown.component_call_names import is_inside
@@ -35,6 +34,7 @@ from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
 from stopdown.mapped_weights import StoredWeight, cast_additions_, cast_tensor_, put_, widen_
 from stopdown.module_calls.adapter_layers import unwrap_name
+from stopdown.module_calls.call import map_tensors
 from stopdown.module_calls.mixed_dtypes import cast_operands
 from stopdown.module_calls.outermost_calls import is_plain
 from stopdown.number_formats import FORMATS, parse_precision
@@ -421,9 +421,11 @@ def require_module(given: object, function: str) -> None:
             remedy="Give one component, or run a whole pipeline with a plan: "
             "stopdown.apply_plan(pipe, stopdown.make_plan(pipe)).",
         )
-    if isinstance(given, torch.jit.ScriptModule):
+    scripted = [x for x, part in given.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if scripted:
+        inside = f"{type(given).__name__} whose part {scripted[0]} is a " if scripted[0] else ""
         raise InputError(
-            f"{function} was given a TorchScript module.",
+            f"{function} was given a {inside}TorchScript module.",
             expected="Its code can be neither traced nor hooked.",
             remedy="Give the module that it was made of, and script or trace that afterwards.",
         )
@@ -731,7 +733,7 @@ def _narrow_tensors(
     made = {
         key: x if number in wide else change(x) for number, (key, x) in enumerate(tensors.items())
     }  # a tensor that is returned twice counts once
-    return pytree.tree_map_only(torch.Tensor, lambda x: made[id(x)], output)
+    return map_tensors(output, lambda x: made[id(x)])
 
 
 def _narrow_what_fits(
@@ -852,6 +854,9 @@ def widen_outputs(
 
     Args:
         exponents: maps the index of an output to its exponent.
+
+    Raises:
+        ScalingError: one of them is in an object that can't be copied with another tensor in its place.
     """
     tensors = {id(x): x for x in iterate_tensors(output)}.values()
     wide = {
@@ -859,7 +864,20 @@ def widen_outputs(
         for number, x in enumerate(tensors)
         if number in exponents
     }
-    return pytree.tree_map_only(torch.Tensor, lambda x: wide.get(id(x), x), output)
+    placed = set[int]()
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        placed.add(id(tensor))
+        return wide.get(id(tensor), tensor)
+
+    widened = map_tensors(output, place)
+    if not placed >= wide.keys():
+        raise ScalingError(
+            f"{type(module).__name__} returns a tensor beyond fp16 in an object that can't be copied.",
+            expected="Outputs beyond fp16 are tensors, or in tuples, lists, dicts and dataclasses.",
+            remedy="Return it in one of these, or run it in bf16 or fp32.",
+        )
+    return widened
 
 
 def _hook_output(
@@ -893,7 +911,7 @@ def _hook_inputs(
 def _cast_output(
     source: torch.dtype, target: torch.dtype, module: torch.nn.Module, args: Any, output: Any
 ) -> Any:
-    return pytree.tree_map_only(torch.Tensor, partial(_cast, source, target), output)
+    return map_tensors(output, partial(_cast, source, target))
 
 
 def _cast(source: torch.dtype, target: torch.dtype, value: torch.Tensor) -> torch.Tensor:

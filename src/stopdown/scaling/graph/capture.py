@@ -501,6 +501,8 @@ class _Call(torch.nn.Module):
         notes = _Notes(self._answers)
         with _TracedData(), contextlib.nullcontext() if self._answers is None else notes:
             output = call(*args, **kwargs)
+        if any(isinstance(x, Iterator) for x in pytree.tree_leaves(output)):
+            raise TypeError("it returns a generator, whose values can't be seen")
         found = {id(x): x for x in iterate_tensors(output)}
         self._count(len(found))
         return (*found.values(), *notes.asked)

@@ -19,9 +19,9 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,9 +36,9 @@ from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import find_weights_device
 from stopdown.module_calls.call import PlainCall, is_mask
 from stopdown.module_calls.call_inputs import name_inputs
-from stopdown.module_calls.kept_state import KeptState, describe_kept, run_call
+from stopdown.module_calls.kept_state import KeptState, describe_kept, read_kept, run_call
 from stopdown.module_calls.mixed_dtypes import PRODUCT_FUNCTIONS
-from stopdown.number_formats import FORMATS
+from stopdown.number_formats import FORMATS, list_some
 from stopdown.numerics import (
     count_flops,
     count_non_finite,
@@ -64,6 +64,7 @@ class Run:
         draws: whether it drew random numbers.
         flops: FLOPs of its linears and convolutions.
         is_fp32: whether the module was in fp32, so that rescaling must not change a bit.
+        kept: tensors that it left in attributes, by `module.path.attribute`, and its own copies of them.
         bf16_rel_err: error of the same call in bf16 against this output; None if that doesn't run.
     """
 
@@ -72,6 +73,7 @@ class Run:
     draws: bool
     flops: float
     is_fp32: bool
+    kept: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     bf16_rel_err: float | None = None
 
 
@@ -89,7 +91,7 @@ def run_reference(module: torch.nn.Module, calls: Sequence[PlainCall]) -> list[R
     is_fp32 = all(x.dtype == torch.float32 for x in module.parameters() if x.is_floating_point())
     kept = KeptState(module)
     try:
-        runs = [_run_counted(module, call, is_fp32=is_fp32) for call in calls]
+        runs = [_run_counted(module, call, kept, is_fp32=is_fp32) for call in calls]
     except Exception as error:
         if is_fp32 and _REFUSES_FP32.search(str(error)):
             raise ScalingError(
@@ -142,7 +144,8 @@ def try_scaling(module: torch.nn.Module, scaling: Scaling, reference: Sequence[R
 
     Raises:
         TrialError: if a call raises in fp16, or if its output is not that of fp32.
-        ScalingError: if in fp32 the module's outputs are not bit for bit the same.
+        ScalingError: if in fp32 the module's outputs are not bit for bit the same, or if it leaves scaled
+            activations in attributes.
 
     Cost: a forward in fp32 and one in fp16 for each call.
     """
@@ -158,10 +161,14 @@ def try_scaling(module: torch.nn.Module, scaling: Scaling, reference: Sequence[R
         rescaling.undo()
 
 
-def _run_counted(module: torch.nn.Module, call: PlainCall, *, is_fp32: bool) -> Run:
+def _run_counted(
+    module: torch.nn.Module, call: PlainCall, before: KeptState, *, is_fp32: bool
+) -> Run:
     with _counting(module) as counts, watched_autocast(is_off=is_fp32):
         output, draws = run_call(module, *call)
-    return Run(call, output, draws, sum(counts), is_fp32)
+    held = read_kept(module, before.list_changes())
+    kept = {name: tuple(x.detach().clone() for x in tensors) for name, tensors in held.items()}
+    return Run(call, output, draws, sum(counts), is_fp32, kept)
 
 
 def count_layer_flops(layer: Any, given: torch.Tensor, output: torch.Tensor) -> float:
@@ -275,6 +282,28 @@ def _demand_equal(module: torch.nn.Module, reference: Sequence[Run]) -> None:
                 remedy="Run it in bf16 or fp32, and report this class: a rule of an operation is "
                 "wrong.",
             )
+        now = read_kept(module, list(run.kept))
+        scaled = [name for name, held in run.kept.items() if _is_scaled(now.get(name, ()), held)]
+        if scaled:
+            raise ScalingError(
+                f"{type(module).__name__} leaves activations in {list_some(scaled)}, which would be "
+                "multiplied by powers of two there.",
+                expected="Activations with scale exponents stay inside the module: other code may read "
+                "these.",
+                remedy="Return them instead, delete them before the call ends, or run it in bf16 or fp32.",
+            )
+
+
+def _is_scaled(now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> bool:
+    """Return whether tensors are those of an earlier run times powers of two other than 1.
+
+    Others that differ, such as running means, count calls.
+    """
+    if [x.shape for x in now] != [x.shape for x in before]:
+        return False
+    pairs = [(x, y) for x, y in zip(now, before, strict=True) if not torch.equal(x, y)]
+    floats = [(x.float(), y.float()) for x, y in pairs if x.is_floating_point()]
+    return any(torch.equal(torch.frexp(x)[0], torch.frexp(y)[0]) for x, y in floats)
 
 
 def _are_equal(output: Any, reference: Any) -> bool:
