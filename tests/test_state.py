@@ -50,7 +50,6 @@ LARGE = {
 
 ON_MODULES = (
     "stopdown_call_watch",
-    "stopdown_copies",
     "stopdown_own_hooks",
     "stopdown_planned",
     "stopdown_rescaled",

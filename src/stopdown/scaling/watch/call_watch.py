@@ -303,8 +303,7 @@ class CallWatch(SameInCopies):
         listen(self._intercept_wrapper, self._own)
         self._own.set_attribute(self.module, "_replicate_for_data_parallel", self._refuse_replicas)
         for part in find_folded_parts(self.module, self.scaling.exponents):
-            self._own.set_attribute(part, "stopdown_copies", _PartCopies(self))
-            self._own.set_attribute(part, "__reduce_ex__", _CopyHook(part))
+            self._own.set_attribute(part, "__reduce_ex__", _CopyHook(part, self))
         show_parts(self._parts)
         self.known.settings.note()
 
@@ -727,30 +726,41 @@ class _CopyHook:
     """Replacement of `__reduce_ex__` of a scaled module and of its parts: refuses pickling, and has a deep
     copy of the module check its calls as well.
 
-    A deep copy has the exponents and casts of the module, and such a hook of its own.
+    A deep copy has the exponents and casts of the module. Copying a part without the whole module causes a
+    warning, once.
+
+    Attributes:
+        watch: checks the module's calls; None in a copy.
     """
 
     module: torch.nn.Module
+    watch: CallWatch | None
 
     def __call__(self, protocol: Any) -> Any:
         if sys._getframe(1).f_globals.get("__name__") != "copy":
             refuse_pickling()
         made: tuple[Any, ...] = cast(Any, type(self.module).__reduce_ex__(self.module, protocol))
         make, args, state, *rest = made
-        watch: CallWatch | None = vars(self.module).get(_WATCH)
-        hooks, with_kwargs = "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"
-        if watch is not None and _WATCH not in state[hooks]:
-            stacks = {name: state[name] for name in ("encode", "decode") if name in state}
+        watch = self.watch
+        if watch is not None and watch.module is self.module:
+            hooks, with_kwargs = "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"
+            methods = {
+                name: _CopiedMethod(watch, state[name].stopdown_stack.original)
+                for name in ("encode", "decode")
+                if name in state
+            }
             state = {
                 **state,
-                **{
-                    name: _CopiedMethod(watch, x.stopdown_stack.original)
-                    for name, x in stacks.items()
-                },
+                **methods,
                 hooks: OrderedDict({_WATCH: watch.check_copy, **state[hooks]}),
                 with_kwargs: OrderedDict({_WATCH: True, **state[with_kwargs]}),
             }
         return (make, args, state, *rest)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CopyHook:
+        if self.watch is not None and id(self.watch.module) not in memo:
+            self.watch.warn_of_copy()
+        return _CopyHook(copy.deepcopy(self.module, memo), None)
 
 
 class _CopiedMethod:
@@ -769,16 +779,3 @@ class _CopiedMethod:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _CopiedMethod:
         return _CopiedMethod(self._watch, copy.deepcopy(self._method, memo))
-
-
-@dataclass
-class _PartCopies:
-    """Attribute of submodules with scaled weights: copying one without the whole module causes a
-    warning, once.
-    """
-
-    watch: CallWatch
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        if id(self.watch.module) not in memo:
-            self.watch.warn_of_copy()
