@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+import stopdown
+import stopdown.testing
 from stopdown.dtype_rules.findings import (
     SEVERITIES,
     generalise,
@@ -45,3 +53,14 @@ def test_a_program_gets_no_words_of_a_pipeline() -> None:
         finding = word_for_program(make_finding(kind, "vae", ""))
         assert "pipe." not in finding.remedy, kind
         assert "--precision" not in finding.remedy, kind
+
+
+@pytest.mark.parametrize("folder", ["rules", "explain"])
+def test_functions_that_texts_name_exist(folder: str) -> None:
+    """A remedy named a function that had moved out of the package."""
+    files = (Path(stopdown.__file__).parent / "knowledge" / folder).glob("*.toml")
+    texts = "".join(file.read_text("utf-8") for file in files)
+    named = set(re.findall(r"\bstopdown\.([a-z0-9_.]+)\(", texts))
+    assert named
+    for name in named:
+        functools.reduce(getattr, name.split("."), stopdown)

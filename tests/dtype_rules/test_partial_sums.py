@@ -115,6 +115,59 @@ def test_every_way_to_write_a_product(multiply: Callable[..., torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize(
+    "multiply",
+    [
+        lambda a, b: functional.linear(input=a, weight=b.t()),
+        lambda a, b: functional.linear(a, bias=torch.zeros(1).half(), weight=b.t()),
+        lambda a, b: functional.linear(a, b[:, 0])[None],
+        lambda a, b: torch.matmul(input=a, other=b),
+        lambda a, b: a.matmul(other=b),
+        lambda a, b: torch.bmm(input=a[None], mat2=b[None])[0],
+        lambda a, b: torch.addmm(torch.zeros(1).half(), mat2=b, mat1=a),
+        lambda a, b: torch.zeros(1).half().baddbmm(batch1=a[None], batch2=b[None], beta=0)[0],
+        lambda a, b: functional.conv1d(input=a[..., None], weight=b.t()[..., None])[..., 0],
+        lambda a, b: torch.mm(a, b, out=torch.zeros(3, 1).half()[1:2]),
+        lambda a, b: torch.mm(a, b, out=torch.empty(0).half()),
+    ],
+)
+def test_every_spelling_of_a_product(multiply: Callable[..., torch.Tensor]) -> None:
+    """Operands given by name, as MiniMax-H3's audio decoder does, and results written into a tensor."""
+    left, right = draw(1, 32, scale=300.0), draw(32, 1, seed=1, scale=300.0)
+    wide = left.float() @ right.float()
+    (found,) = find_sums(torch.nn.Identity(), lambda: multiply(left, right))
+    assert found.result == pytest.approx(float(wide.abs()), rel=1e-3)
+    with summing_in_fp16():
+        torch.testing.assert_close(multiply(left, right), left @ right, rtol=0, atol=0)
+
+
+def test_a_query_without_keys_hides_no_sum() -> None:
+    """Attention gives zeros for a query whose keys are all masked; as NaN they hid all later sums."""
+    torch.manual_seed(0)
+    kept = torch.tensor([True, True, False, False])
+    x, last = torch.randn(1, 1, 4, 32), torch.full((32, 4), 1e5)
+    for mask in (kept[:, None] & kept, torch.where(kept[:, None] & kept, 0.0, -math.inf)):
+        outputs = list[torch.Tensor]()
+
+        def attend(mask: torch.Tensor = mask, to: list[torch.Tensor] = outputs) -> None:
+            mixed = functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+            to.extend((mixed, mixed @ last))
+
+        (worst, *_) = find_sums(torch.nn.Identity(), attend)
+        attend()
+        torch.testing.assert_close(outputs[0], outputs[2])
+        assert worst.operation == "product"
+        assert worst.result == pytest.approx(float(outputs[3].abs().max()), rel=1e-4)
+        assert not worst.fits
+
+
+def test_a_row_of_nan_hides_no_other() -> None:
+    """What code leaves in rows of padding says nothing of the others, whose sums leave fp16."""
+    x = torch.tensor([[math.nan] * 4, [1e4] * 4])
+    (found,) = find_sums(torch.nn.Identity(), lambda: x @ torch.full((4, 1), 10.0))
+    assert (found.largest, found.result, found.fits) == (4e5, 4e5, False)
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {},

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import StableDiffusionPipeline
 
 from models.pipeline_calls import SCORED_PATH, make_scored_svd
 from models.snapshots import assert_untouched
@@ -70,6 +71,27 @@ def test_a_healthy_pipeline_has_no_such_finding(monkeypatch: pytest.MonkeyPatch)
     assert look(pipe, "a100") == []
     monkeypatch.setattr(Sum, "fits", False)
     assert look(pipe, "a100")
+
+
+class _Staged(StableDiffusionPipeline):
+    """A pipeline that takes the steps of its stages alone, as UnCLIP's."""
+
+    def __call__(
+        self, prompt: str, prior_num_inference_steps: int = 25, generator: Any = None
+    ) -> Any:
+        self.steps = prior_num_inference_steps
+        size = {"height": 64, "width": 64, "output_type": "np"}
+        call = super().__call__
+        return call(prompt, num_inference_steps=self.steps, generator=generator, **size)
+
+
+def test_a_pipeline_with_stages_runs_two_steps_of_each() -> None:
+    """It was handed a number of steps, which its code refused, and each stage ran all of its own."""
+    pipe = testing.make_pipeline("sd", dtype=torch.float16)
+    pipe.__class__ = _Staged
+    found = check(pipe, device="a100", sums=True)
+    assert pipe.steps == 2
+    assert {x.module_path for x in found if x.kind == "sums-in-fp16"} >= {"unet", "vae"}
 
 
 @pytest.mark.thorough

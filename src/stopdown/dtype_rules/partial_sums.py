@@ -150,14 +150,21 @@ class ProductReplacement(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         made = _KNOWN.get(func)
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         is_plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in given)
         if made is None or not given or not is_plain or not all(map(self._wants, given[:2])):
             return func(*args, **kwargs)
+        named = [kwargs.pop(name) for name in _OPERANDS if name in kwargs]
+        into = kwargs.pop("out", None)
         with torch._C.DisableTorchFunction():
-            return made(self._multiply, *args, **kwargs)
+            result = made(self._multiply, *args, *named, **kwargs)
+            return result if into is None else into.resize_(result.shape).copy_(result)
+
+
+_OPERANDS = ("input", "mat1", "batch1", "weight", "other", "mat2", "batch2")
+"""Keywords for operands in PyTorch's signatures, in the order of their positions in each."""
 
 
 def _multiply_noting(
@@ -172,6 +179,20 @@ def _multiply_noting(
     Args:
         what: `Sum.operation`.
     """
+    total, sums = _measure_sums(left, right)
+    if math.isnan(sum(sums)):  # a row of NaN hides no other
+        sums = _measure_sums(left.nan_to_num(), right.nan_to_num())[1]
+    largest, result, group = (math.inf if math.isnan(x) else x for x in sums)
+    before = found.get((paths.current, what), (0.0, 0.0, 0.0, 0))
+    figures = largest, result, group, left.shape[-1]
+    found[paths.current, what] = tuple(map(max, before, figures))  # type: ignore[assignment]
+    return total.to(left.dtype)
+
+
+def _measure_sums(
+    left: torch.Tensor, right: torch.Tensor
+) -> tuple[torch.Tensor, tuple[float, float, float]]:
+    """Return a matrix product in fp32, and its largest partial, final and group sum."""
     sizes: list[torch.Tensor] = []
 
     def note(part: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -182,11 +203,8 @@ def _multiply_noting(
 
     total = _sum_in_pieces(left, right, note)
     reached, group = torch.stack(sizes).amax(0).tolist() if sizes else (0.0, 0.0)
-    ended = float(max(map(abs, total.aminmax()))) if total.numel() else 0.0
-    before = found.get((paths.current, what), (0.0, 0.0, 0.0, 0))
-    sums = reached, ended, group, left.shape[-1]
-    found[paths.current, what] = tuple(map(max, before, sums))  # type: ignore[assignment]
-    return total.to(left.dtype)
+    ended = float(torch.stack(total.aminmax()).abs().max()) if total.numel() else 0.0
+    return total, (reached, ended, group)
 
 
 def _sum_in_pieces(left: torch.Tensor, right: torch.Tensor, each: After) -> torch.Tensor:
@@ -238,7 +256,7 @@ def _matmul(multiply: Multiply, left: torch.Tensor, right: torch.Tensor) -> torc
 def _linear(
     multiply: Multiply, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    result = multiply(given, weight.t(), "product")
+    result = _matmul(multiply, given, weight.t())
     return result if bias is None else result + bias
 
 
@@ -334,7 +352,9 @@ def _attend(
             scores = scores.masked_fill(~masked, -math.inf)
         elif masked is not None:
             scores = scores + masked
-        shares = functional.dropout(scores.softmax(-1), dropout_p)
+        is_blind = scores.isneginf().all(-1, keepdim=True)  # such queries get zeros, not NaN
+        shares = scores.softmax(-1).masked_fill(is_blind, 0.0)
+        shares = functional.dropout(shares, dropout_p)
         done.append(multiply(shares.to(value.dtype), value, "attention"))
     return torch.cat(done, dim=-2)
 

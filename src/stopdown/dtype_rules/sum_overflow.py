@@ -12,6 +12,7 @@ here group by group while the pipeline runs once with its real weights.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -115,13 +116,15 @@ def answer(sums: Iterable[Sum]) -> str:
 
 
 def run_pipeline(pipe: Any, arguments: Mapping[str, Any]) -> None:
-    """Run a pipeline for `STEPS` steps.
+    """Run a pipeline for `STEPS` steps, in each stage of its own.
 
     Args:
         arguments: arguments of the call that override the made-up ones; missing sizes are chosen by
             `choose_size`.
     """
-    given = {**make_arguments(pipe), "num_inference_steps": STEPS, **arguments}
+    taken = inspect.signature(type(pipe).__call__).parameters
+    steps = {name: STEPS for name in taken if name.endswith("num_inference_steps")}
+    given = {**make_arguments(pipe), **steps, **arguments}
     where = choose_device(find_device(pipe))
     sizes, _ = choose_size(pipe, given, memory_bytes=where.memory_bytes, on_cpu=where.type == "cpu")
     pipe(**{**given, **sizes})
