@@ -303,6 +303,18 @@ def average_by_one_mask(module: Called, x: torch.Tensor) -> torch.Tensor:
     return (x * mask).sum(1) / mask.sum(1)
 
 
+def normalise_smallest(module: Called, x: torch.Tensor) -> torch.Tensor:
+    """Normalise rows of which two elements are the smallest number of fp16."""
+    small = (x.half() * 2.0**-30) + 2.0**-24 * (torch.arange(8) < 2).half()
+    return functional.normalize(small, dim=-1).float()
+
+
+def divide_by_lost_eps(module: Called, x: torch.Tensor) -> torch.Tensor:
+    """Divide by the root of squares that fp16 rounds to 0, and of an eps that it doesn't hold."""
+    small = x.half() * 2.0**-19
+    return (small * torch.rsqrt((small * small).mean(-1, keepdim=True) + 1e-8)).float()
+
+
 MISREAD: dict[str, Callable[[Called, torch.Tensor], torch.Tensor]] = {
     "channels in another order": lambda m, x: m.norm(x).index_select(-1, torch.arange(8).flip(0)),
     "a dropout in training": lambda m, x: functional.dropout(x, 0.5, training=True),
@@ -318,6 +330,8 @@ MISREAD: dict[str, Callable[[Called, torch.Tensor], torch.Tensor]] = {
     ),
     "a quotient in place": divide_by_root,
     "a clamp that lets its lower limit go": lambda m, x: x / (x * x).clamp(min=1e-3, max=1e-6),
+    "a norm of subnormals": normalise_smallest,
+    "an eps beneath fp16": divide_by_lost_eps,
     "an einsum of one row": lambda m, x: torch.einsum("ij,ij->", x, x[:1]),
 }
 

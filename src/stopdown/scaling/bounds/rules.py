@@ -40,6 +40,7 @@ from stopdown.scaling.graph.blocks import find_part, has_known_indices, is_part,
 from stopdown.scaling.graph.nodes import (
     arguments,
     has_kind,
+    is_float,
     is_kind,
     is_range_clamp,
     list_casts,
@@ -106,7 +107,9 @@ def find_written_norm(op: BoundedOperation) -> Bound | None:
     """Bound an RMS norm that code writes out, as `x * rsqrt(mean(x**2) + eps)`; return None for other
     operations.
 
-    No row of the result has a larger 2-norm than the root of its length.
+    No row of the result has a larger 2-norm than the root of its length. A divisor that is a 2-norm among
+    subnormal numbers of its dtype is rounded by up to a third: two elements of the smallest number become
+    a row of (1, 1).
     """
     first, other = op.given["self"], op.given["other"]
     inverse = has_kind(op.node, "divide")
@@ -122,14 +125,17 @@ def find_written_norm(op: BoundedOperation) -> Bound | None:
         ends = (value, factor)
         if op.known is None or all(op.is_intact(x, origin) for x in ends):
             count = 1.0 if total else math.prod(op.shape[d] for d in dims)
-            norm = torch.full((1,) * len(op.shape), math.sqrt(count)).double()
-            return op.make_bound(norm, 1.0, norm=norm, rows=dims)
+            peak = torch.full((1,) * len(op.shape), math.sqrt(count)).double()
+            norm = peak * (math.sqrt(2) if total and _may_be_subnormal(factor) else 1)
+            return op.make_bound(peak, 1.0, norm=norm, rows=dims)
     return None
 
 
 def _find_mean_square(node: Node, inverse: bool) -> tuple[Node, list[int], bool] | None:
     """Recognise the factor `(mean(y**2) + eps) ** -0.5` of a written-out RMS norm; return None for
     other values.
+
+    One whose `eps` is lost in its dtype isn't recognised: squares become 0 there, and the result Inf.
 
     Args:
         inverse: whether the node is a divisor instead.
@@ -145,13 +151,18 @@ def _find_mean_square(node: Node, inverse: bool) -> tuple[Node, list[int], bool]
         return read_vector_norm(node)
     if not _is_root(node, inverse):
         return None
-    node = strip_casts(node.args[0])
-    if is_kind(node, "add") and isinstance(node.args[1], (int, float)) and node.args[1] >= 0:
-        node = strip_casts(node.args[0])
+    total = strip_casts(node.args[0])
+    if not is_kind(total, "add") or not isinstance(total.args[1], (int, float)):
+        return None
+    node = strip_casts(total.args[0])
     if not is_kind(node, "mean"):
         return None
     given, square = arguments(node), strip_casts(node.args[0])
     if not given.get("dim") or not given.get("keepdim") or not _is_square(square):
+        return None
+    # a square and its mean are rounded by at most half of the smallest number each
+    steps = [_find_smallest(x) for x in (total, total.args[0], node, node.args[0], square)]
+    if _round(total.args[1], total) < 2 * max(steps):
         return None
     rank = len(shape_of(square))
     return square.args[0], [int(d) % rank for d in given["dim"]], False
@@ -165,6 +176,31 @@ def _is_root(node: Node, inverse: bool) -> bool:
 
 def _is_clamped_below(node: Node) -> bool:
     return is_kind(node, "clamp") and arguments(node).get("max") is None
+
+
+def _may_be_subnormal(divisor: Node) -> bool:
+    """Return whether a 2-norm, or its lower limit, can be so small that its dtype holds few bits of it."""
+    steps, floor = [_find_smallest(divisor)], 0.0
+    while not is_kind(divisor, "vector_norm"):
+        if is_kind(divisor, "clamp"):
+            limit = arguments(divisor).get("min")
+            floor = max(floor, _round(limit, divisor)) if isinstance(limit, (int, float)) else floor
+        divisor = divisor.args[0]  # type: ignore[assignment]
+        steps.append(_find_smallest(divisor))
+    return floor * ROUNDING[torch.float16] < max(steps)
+
+
+def _find_smallest(node: Any) -> float:
+    """Return the smallest number above 0 of a tensor's dtype."""
+    if not is_float(node):
+        return 0.0
+    known = torch.finfo(node.meta["val"].dtype)
+    return known.smallest_normal * known.eps
+
+
+def _round(number: float, node: Node) -> float:
+    """Return a constant as the dtype of a tensor holds it."""
+    return float(torch.tensor(number, dtype=node.meta["val"].dtype))
 
 
 def _is_square(node: Node) -> bool:
