@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import json
 import sys
@@ -208,3 +209,186 @@ def test_sums_in_fp16_are_judged_once_before_the_run(
         else:
             assert said == []
         assert first.findings == second.findings
+
+
+class Patcher:
+    """As ComfyUI's: of a model whose weights are loaded."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.patches_uuid = model, object()
+
+    def clone(self) -> Patcher:
+        return Patcher(self.model)
+
+    def set_model_compute_dtype(self, dtype: Any) -> None:
+        """Weights are cast by the plan."""
+
+
+class Clip:
+    """As ComfyUI's, with one text encoder."""
+
+    def __init__(self, model: Any) -> None:
+        self.cond_stage_model, self.patcher, self.layer_idx = model, Patcher(model), None
+
+    def clone(self) -> Clip:
+        return Clip(self.cond_stage_model)
+
+    def encode_from_tokens(self, tokens: Any) -> Any:
+        return self.cond_stage_model.t5.transformer(tokens)
+
+
+class Vae:
+    """As ComfyUI's."""
+
+    def __init__(self, model: Any) -> None:
+        self.first_stage_model, self.patcher = model, Patcher(model)
+
+    def encode(self, pixels: Any) -> Any:
+        return self.first_stage_model.encode(pixels)
+
+    def decode(self, latents: Any) -> Any:
+        return self.first_stage_model.decode(latents)
+
+
+def make_net(size: float = 6e4) -> Any:
+    """A module whose activations are beyond fp16's range, and whose output isn't."""
+    import torch
+
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.LayerNorm(8))
+    net[0].weight.data.copy_(size * torch.eye(8))
+    return net.requires_grad_(False)
+
+
+def make_clip() -> Clip:
+    import torch
+
+    model = torch.nn.Module()
+    model.t5 = torch.nn.Module()
+    model.t5.transformer = make_net()
+    return Clip(model)
+
+
+def make_vae() -> Vae:
+    import torch
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = make_net(), make_net(3e4)
+
+        def encode(self, x: Any) -> Any:
+            return self.first(x)
+
+        def decode(self, x: Any) -> Any:
+            return self.second(x)
+
+    return Vae(Model())
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The pack's sessions, beside a ComfyUI that has loaded everything."""
+    management = SimpleNamespace(load_models_gpu=lambda models: None)
+    monkeypatch.setitem(sys.modules, "comfy", SimpleNamespace(model_management=management))
+    monkeypatch.setitem(sys.modules, "comfy.model_management", management)
+    return load_sessions(monkeypatch)
+
+
+def list_precisions(session: Any) -> list[str]:
+    return [call.precisions[0] for _, record in session.take_runs() for call in record.calls]
+
+
+def make_row(*values: float) -> Any:
+    import torch
+
+    return torch.tensor([[*values, *([0.5] * (8 - len(values)))]])
+
+
+def test_a_lora_behind_the_node_gets_a_plan_of_its_own(sessions: Any) -> None:
+    """Weights that other nodes change between two runs of a session are planned anew."""
+    net = make_net()
+    program = SimpleNamespace(model=SimpleNamespace(diffusion_model=net), patches_uuid=1)
+    session = sessions.Session(sessions.Options(fp16=True))
+    for size in (6e4, 1e5, 6e4):
+        net[0].weight.data.fill_(1.0)
+        net[0].weight.data.diagonal().fill_(size)
+        run = functools.partial(net, make_row(1, 2, 3))
+        right = run()
+        with session.guarding("model", program, run):
+            assert (net(make_row(1, 2, 3).half()) - right).abs().max() < 1e-2
+    assert list_precisions(session) == ["fp16"] * 3
+
+
+def test_a_repair_holds_for_later_runs(sessions: Any) -> None:
+    """What a run repaired is in the plan of the next one, which repairs nothing."""
+    net = make_net(1e3)
+    program = SimpleNamespace(model=SimpleNamespace(diffusion_model=net), patches_uuid=1)
+    session = sessions.Session(sessions.Options(fp16=True))
+    for _ in range(2):
+        with session.guarding("model", program, lambda: net(make_row(1))):
+            assert net(make_row(6e4).half()).isfinite().all()
+    first, second = (record.repairs for _, record in session.take_runs())
+    assert [x.action for x in first] == ["rescaled"]
+    assert second == ()
+
+
+def test_clones_of_a_clip_stay_guarded(sessions: Any) -> None:
+    """A node behind ours, such as the one that sets the last layer, works on a clone; so does ours."""
+    session, other = (
+        sessions.Session(sessions.Options(fp16=True)),
+        sessions.Session(sessions.Options()),
+    )
+    guarded = sessions.guard_clip(make_clip(), session)
+    guarded.clone().encode_from_tokens(make_row(1, 2))
+    assert list_precisions(session) == ["fp16"]
+    sessions.guard_clip(guarded, other).encode_from_tokens(make_row(1, 2))
+    assert list_precisions(session) == list_precisions(other) == ["fp16"]
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+def test_two_nodes_guard_one_vae(sessions: Any, order: tuple[bool, bool]) -> None:
+    """The second node guards its own copy, and not the one that the first one made."""
+    vae, found = make_vae(), []
+    for fp16 in order:
+        found.append(sessions.Session(sessions.Options(fp16=fp16)))
+        vae = sessions.guard_vae(vae, found[-1])
+    vae.decode(make_row(1, 2))
+    assert [list_precisions(x) for x in found] == [["fp16"], ["fp16"]]
+    assert vae.decode.args[0].__self__ is vae
+
+
+def test_both_directions_of_a_vae_are_planned(sessions: Any) -> None:
+    """Decoding has exponents of its own where encoding came first, and its pixels aren't kept."""
+    session = sessions.Session(sessions.Options(fp16=True))
+    vae = sessions.guard_vae(make_vae(), session)
+    vae.encode(make_row(1, 2))
+    vae.decode(make_row(1, 2))
+    assert [record.repairs for _, record in session.take_runs()] == [(), ()]
+    assert session.calls == {}
+
+
+def test_patches_of_waiting_weights_are_rounded_once(sessions: Any) -> None:
+    """Several small ones add up in bf16 weights that wait in host memory."""
+    import torch
+
+    from stopdown.scaling import Patches
+
+    net = torch.nn.Linear(8, 8, bias=False).bfloat16().requires_grad_(False)
+    net.weight.data.fill_(1.0)
+    net.weight_function = [lambda x: x + 2.0**-9] * 4
+    program = SimpleNamespace(model=SimpleNamespace(diffusion_model=net), patches_uuid=1)
+    with Patches() as patches:
+        sessions.apply_weight_functions(program, patches)
+        assert bool((net.weight == 1 + 2.0**-7).all())
+        assert net.weight.dtype == torch.bfloat16
+    assert bool((net.weight == 1).all())
+
+
+def test_sums_of_both_directions_of_a_vae_are_judged(sessions: Any) -> None:
+    """Decoding is measured where encoding came first."""
+    session = sessions.Session(sessions.Options("warn", sums=True))
+    vae = sessions.guard_vae(make_vae(), session)
+    vae.encode(make_row(1, 2))
+    vae.decode(make_row(1, 2))
+    for _, record in session.take_runs():
+        assert [x.kind for x in record.findings if x.kind == "sums-in-fp16"]

@@ -28,7 +28,7 @@ def save_fp16(model: Any, session: Any, prefix: str) -> str:
     from stopdown.errors import InputError
     from stopdown.scaling import fold_scaling
 
-    calls = session.calls.get("model", {}).get("diffusion_model")
+    calls = session.calls.get("diffusion_model")
     if not calls:
         raise InputError(
             "The model of this report wasn't sampled.",

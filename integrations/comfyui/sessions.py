@@ -27,6 +27,9 @@ _CALLS = {
     "clip": ("encode_from_tokens", "encode_from_tokens_scheduled"),
 }
 
+_SESSIONS = "stopdown_sessions"
+"""Attribute of a guarded CLIP or VAE."""
+
 SUMS = ("sums-in-fp16", "sum-overflows", "sum-may-overflow", "product-overflows")
 """Findings about sums."""
 
@@ -55,82 +58,99 @@ class Session:
     Attributes:
         options: of the node.
         runs: name of the model and its guard's record, of each run since they were taken last.
-        plans: by the same names.
-        calls: the first and the last call of each component in the latest run, by model and component.
-        sums: what was found about the sums of each model.
+        plans: by what is run: `model`, or the method as in `vae.decode`.
+        calls: the first and the last call of each component in the MODEL's latest run, by component.
+        sums: what was found about the sums of each, by the same names.
     """
 
     options: Options
     runs: list[tuple[str, Any]] = field(default_factory=list)
     plans: dict[str, Any] = field(default_factory=dict)
-    calls: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+    calls: dict[str, list[Any]] = field(default_factory=dict)
     sums: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     _cache: Any = None
 
     @contextlib.contextmanager
-    def guarding(self, name: str, program: Any, run: Callable[[], Any]) -> Iterator[Any]:
+    def guarding(
+        self, name: str, program: Any, run: Callable[[], Any], method: str = ""
+    ) -> Iterator[Any]:
         """Around one run of a model that ComfyUI has loaded.
 
         Args:
             name: `model`, `clip` or `vae`.
             program: the MODEL's patcher, the CLIP or the VAE.
             run: makes the same run once more. It is stopped where it first calls a component.
+            method: of the CLIP or the VAE that is run; each has a plan for its own calls.
         """
-        from stopdown.embedding import Guard, GuardOptions, RepairCache
+        from stopdown.embedding import RepairCache
         from stopdown.scaling import Patches
 
         self._cache = self._cache or RepairCache()
         with Patches() as patches:
             apply_weight_functions(program, patches)
-            self._check_sums(name, program, run)
-            plan = self._find_plan(name, program, run)
-            options = GuardOptions(
-                on_fault=self.options.on_fault,  # type: ignore[arg-type]
-                announce=log.warning,
-                plan=plan,
-                repair_cache=None if plan else self._cache,
-            )
-            if self.options.fp16:
-                put_casts(program, patches)
-            self.calls[name] = keep_calls(program, patches)
-            guard = Guard(program, options).put_on()
+            key = f"{name}.{method}" if method else name
+            self._check_sums(key, program, run)
+            is_fp16 = self.options.fp16
+            guard = self._put_on_plan(key, program, run) if is_fp16 else self._put_on(program)
             try:
+                if is_fp16:
+                    put_casts(program, patches)
+                if name == "model":
+                    self.calls = keep_calls(program, patches)
                 yield guard
             finally:
+                if (updated := guard.updated_plan()) is not None:
+                    self.plans[key] = updated  # a repair holds for later runs
                 guard.remove()
-                findings = *guard.record.findings, *self.sums.get(name, ())
+                findings = *guard.record.findings, *self.sums.get(key, ())
                 self.runs.append((name, replace(guard.record, findings=findings)))
 
-    def _check_sums(self, name: str, program: Any, run: Callable[[], Any]) -> None:
+    def _put_on(self, program: Any, plan: Any = None) -> Any:
+        from stopdown.embedding import Guard, GuardOptions
+
+        options = GuardOptions(
+            on_fault=self.options.on_fault,  # type: ignore[arg-type]
+            announce=log.warning,
+            plan=plan,
+            repair_cache=None if plan else self._cache,
+        )
+        return Guard(program, options).put_on()
+
+    def _put_on_plan(self, key: str, program: Any, run: Callable[[], Any]) -> Any:
+        """Put on a guard with the plan of these weights: the last run's, if they are still the same.
+
+        A LoRA loaded behind the node changes them, and so does the memory that ComfyUI has for a LoRA.
+
+        Cost: the first time that these weights are met here, captures and one pass over them.
+        """
+        import stopdown
+        from stopdown.errors import PlanError
+
+        if key in self.plans:
+            with contextlib.suppress(PlanError):
+                return self._put_on(program, self.plans[key])
+        log.info("Stopdown loads or computes exponents for the weights of the %s.", key)
+        self.plans[key] = stopdown.make_plan(program, run=run)
+        return self._put_on(program, self.plans[key])
+
+    def _check_sums(self, key: str, program: Any, run: Callable[[], Any]) -> None:
         """What `stopdown check --sums` says of a model, once.
 
         Cost: a run in fp32, with a product for each group of 16 values.
         """
         import stopdown
 
-        if self.options.sums and name not in self.sums:
+        if self.options.sums and key not in self.sums:
             log.info(
-                "Stopdown runs the %s in fp32 and measures the sums in its matrix products.", name
+                "Stopdown runs the %s in fp32 and measures the sums in its matrix products.", key
             )
             found = stopdown.check(program, precision="fp16", sums=True, run=run)
-            self.sums[name] = tuple(x for x in found if x.kind in SUMS)
+            self.sums[key] = tuple(x for x in found if x.kind in SUMS)
 
     def take_runs(self) -> list[tuple[str, Any]]:
         """The runs so far, which are forgotten here."""
         runs, self.runs = self.runs, []
         return runs
-
-    def _find_plan(self, name: str, program: Any, run: Callable[[], Any]) -> Any:
-        """The plan of a model, from its weights; None if it runs as ComfyUI runs it.
-
-        Cost: the first time that these weights are met here, captures and one pass over them.
-        """
-        import stopdown
-
-        if self.options.fp16 and name not in self.plans:
-            log.info("Stopdown loads or computes exponents for the weights of the %s.", name)
-            self.plans[name] = stopdown.make_plan(program, run=run)
-        return self.plans.get(name)
 
 
 def clone_patcher(patcher: Any) -> Any:
@@ -163,11 +183,11 @@ def guard_model(model: Any, session: Session) -> Any:
 
 
 def guard_clip(clip: Any, session: Session) -> Any:
-    """A clone of a CLIP whose encoding is guarded."""
+    """A clone of a CLIP whose encoding is guarded, and so is that of its own clones."""
     clone = clip.clone()
     clone.patcher = clone_patcher(clip.patcher)
     clone.cond_stage_model = clone.patcher.model
-    return _guard_calls(clone, "clip", session)
+    return _guard_calls(clone, "clip", (*_find_sessions(clip), session))
 
 
 def guard_vae(vae: Any, session: Session) -> Any:
@@ -183,12 +203,20 @@ def guard_vae(vae: Any, session: Session) -> Any:
         )  # 0.3 replaces only what is there
         clone.patcher.set_model_compute_dtype(torch.float16)
         clone.vae_dtype = torch.float16
-    return _guard_calls(clone, "vae", session)
+    return _guard_calls(clone, "vae", (*_find_sessions(vae), session))
 
 
-def _guard_calls(program: Any, name: str, session: Session) -> Any:
-    """The same object with a guard around its calls, the outermost of which counts."""
+def _find_sessions(program: Any) -> tuple[Session, ...]:
+    """The sessions of the nodes that a CLIP or a VAE came through, the first one first."""
+    return vars(program).get(_SESSIONS, ())
+
+
+def _guard_calls(program: Any, name: str, sessions: tuple[Session, ...]) -> Any:
+    """The same object with guards around its calls, the outermost of which count."""
     running: list[str] = []
+    if _find_sessions(program):  # a copy: these are the calls of another object
+        for method in _CALLS[name]:
+            vars(program).pop(method, None)
 
     def call(original: Callable[..., Any], method: str, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(original, *args, **kwargs)
@@ -199,9 +227,13 @@ def _guard_calls(program: Any, name: str, session: Session) -> Any:
         running.append(name)
         try:
             comfy.model_management.load_models_gpu([program.patcher])
-            with session.guarding(name, program, run) as guard:
+            with contextlib.ExitStack() as stack:
+                guards = [
+                    stack.enter_context(session.guarding(name, program, run, method))
+                    for session in sessions
+                ]
                 output = run()
-                if name == "vae" and method.startswith("decode"):
+                for guard in guards if method.startswith("decode") else ():
                     guard.check_frames((output,))  # `[B, H, W, 3]` floating in 0 to 1
                 return output
         finally:
@@ -210,6 +242,13 @@ def _guard_calls(program: Any, name: str, session: Session) -> Any:
     for method in _CALLS[name]:
         if callable(original := getattr(program, method, None)):
             setattr(program, method, functools.partial(call, original, method))
+    if name == "clip":  # other nodes clone it, to set its last layer or add a LoRA
+
+        def clone() -> Any:
+            return _guard_calls(type(program).clone(program), name, sessions)
+
+        program.clone = clone
+    setattr(program, _SESSIONS, sessions)
     return program
 
 
@@ -241,7 +280,7 @@ def apply_weight_functions(program: Any, patches: Any) -> None:
                 functions = getattr(module, f"{name}_function", None)
                 tensor: Any = getattr(module, name, None)
                 if functions and type(tensor) in plain and tensor.element_size() > 1:
-                    value = tensor.detach().clone()
+                    value = tensor.detach().to(torch.float32, copy=True)  # rounded once
                     for function in functions:
                         value = function(value)
                     before = tensor.data
