@@ -195,3 +195,64 @@ def test_a_pipeline_in_memory_has_one_precision(pipe: Any) -> None:
     assert "Save it with save_pretrained and compare the folder." in made.rows[0].cells[1].error
     with pytest.raises(OptionError, match="it has 1"):
         compare(pipe, PROMPTS[:1], "fp32", request=Request(steps=1))
+
+
+def test_a_folder_answers_for_the_same_program_alone(tmp_path: Path) -> None:
+    """Other weights, another function or another input in the same folder are runs of their own."""
+    seen = list[float]()
+
+    def count(folder: Path, weight: float, scale: float, is_squared: bool = False) -> int:
+        module = torch.nn.Linear(4, 4).requires_grad_(False)
+        module.weight[:] = weight
+        x, before = scale * torch.ones(1, 4), len(seen)
+
+        def run() -> Any:
+            seen.append(scale)
+            return module(x)
+
+        def run_squared() -> Any:
+            seen.append(scale)
+            return module(x) ** 2
+
+        compare({"net": module}, run_squared if is_squared else run, "fp32,bf16", folder=folder)
+        return len(seen) - before
+
+    assert count(tmp_path, 1.0, 1.0) == 2
+    assert count(tmp_path, 1.5, 1.0) == 2
+    assert count(tmp_path, 1.0, 3.0) == 2
+    assert count(tmp_path, 1.0, 1.0, is_squared=True) == 2
+
+
+def test_a_pipeline_in_memory_is_known_by_its_weights_and_arguments(tmp_path: Path) -> None:
+    """The same class with other weights or arguments, in the same folder, is not answered by old runs."""
+    names, prompt = "fp32,bf16", "a"
+
+    def identify(seed: int, **arguments: Any) -> str:
+        pipe = testing.make_pipeline("cogvideox", seed=seed)
+        asked = small(steps=1, arguments=arguments)
+        subject = describe_subject(pipe, dataclasses.replace(asked, prompt=prompt))
+        return matrix._sign_request(subject, asked, matrix.Thresholds(), names.split(","), 1)
+
+    assert identify(0) == identify(0)
+    assert len({identify(0), identify(1), identify(0, eta=0.5), identify(0, eta=0.25)}) == 4
+
+
+def test_a_finished_row_has_the_line_of_the_present_file(tmp_path: Path) -> None:
+    """A blank line put before a prompt moves its finished row."""
+    module = torch.nn.Linear(4, 4).requires_grad_(False)
+    subject = describe_subject({"net": module}, Request(), runs=[lambda: module(torch.ones(1, 4))])
+    kept = []
+    for line in (1, 2):
+        made = matrix._Matrix(
+            subject,
+            Request(),
+            [(line, "")],
+            ("fp32", "bf16"),
+            matrix.Thresholds(),
+            tmp_path,
+            lambda *_: None,
+            ("fp32", "bf16"),
+            [lambda: module(torch.ones(1, 4))],
+        )
+        kept += made.run()
+    assert [x.row.line for x in kept] == [1, 2]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stopdown.argument_types import check_type
+from stopdown.batch.jobs import describe_request
 from stopdown.comparison.cells import (
     Outcome,
     fail_cell,
@@ -118,7 +119,9 @@ class _Matrix:
         for index, (line, text) in enumerate(self.prompts):
             path = self.folder / f"row-{_hash(text, self.request.seed + index)}.json"
             if path.exists():
-                rows.append(from_json(path.read_bytes(), _KeptRow))
+                found = from_json(path.read_bytes(), _KeptRow)
+                row = dataclasses.replace(found.row, line=line)  # lines may have been put before it
+                rows.append(dataclasses.replace(found, row=row))
                 continue
             kept = self._run_row(index, line, text)
             with written_beside(path) as part:
@@ -423,10 +426,9 @@ def _sign_request(
         subject.name,
         subject.fingerprint,
         subject.pipeline,
-        subject.scheduler,
+        subject.identity,
         str(subject.device),
-        subject.memory,
-        list_request_fields(request),
+        describe_request(request),
         dataclasses.asdict(thresholds),
         list(names),
         count,
@@ -434,7 +436,7 @@ def _sign_request(
         media,
         read_class_versions(),
     ]
-    return f"compare-{_hash(json.dumps(plain, sort_keys=True), 0)}"
+    return f"compare-{_hash(json.dumps(plain, sort_keys=True, default=str), 0)}"
 
 
 def _hash(text: str, seed: int) -> str:

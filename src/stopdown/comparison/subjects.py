@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from stopdown.component_calls.component_interception import intercept_components
@@ -49,6 +51,8 @@ from stopdown.plans.planned_loader import gather_facts, load_plan
 from stopdown.plans.precision import PLAIN_FP16
 from stopdown.plans.precision_and_memory import build_way, list_ways, read_formats
 from stopdown.records import ComponentPlan, MemoryPlan, Plan
+from stopdown.runtime.journal import describe_program
+from stopdown.runtime.journal_values import digest_call
 from stopdown.runtime.memory_limits import count_limit, fit_run, predict_pipe
 from stopdown.scaling import put_cast
 from stopdown.sources.hub import Progress
@@ -105,10 +109,10 @@ class Subject:
     """Model or program to compare, with functions that load it in a precision.
 
     Attributes:
-        scheduler: class used instead of the model's own scheduler; "" for its own.
+        identity: what a run's outputs depend on besides `fingerprint`, as plain data, so that finished runs
+            are recognised.
         keeps_one: whether only one precision can be loaded at a time, because the program is cast in
             place or a memory limit applies.
-        memory: memory limit of its runs; "" for none.
     """
 
     name: str
@@ -121,9 +125,8 @@ class Subject:
     _make_plan: Callable[[], Plan]
     _fit: Callable[[AppliedPlan], AppliedPlan] = lambda loaded: loaded
     _opened: dict[str, OpenSubject] = field(default_factory=dict)
-    scheduler: str = ""
+    identity: Any = None
     keeps_one: bool = False
-    memory: str = ""
 
     def open(self, name: str, folder: Path) -> OpenSubject:
         """Load the pipeline in one precision, or return it if it is already open.
@@ -216,9 +219,8 @@ def describe_subject(
         load,
         partial(_choose_plan, source, target, request, progress),
         partial(_fit, source, target, request, tiling),
-        scheduler=source.scheduler,
+        identity=[source.scheduler, str(limit_bytes) if memory is not None else ""],
         keeps_one=memory is not None,
-        memory=str(limit_bytes) if memory is not None else "",
     )
 
 
@@ -292,7 +294,28 @@ def _describe_program(program: Any, runs: Sequence[Run]) -> Subject:
     """Describe a program that is not a pipeline; it is cast in place and restored afterwards."""
     make = partial(measure_plan, program, run=lambda: [run() for run in runs])
     put = partial(_put_program, program)
-    return dataclasses.replace(_describe(program, find_device(program), put, make), keeps_one=True)
+    described = _describe(program, find_device(program), put, make)
+    identity = [described.identity, *map(_describe_run, runs)]
+    return dataclasses.replace(described, identity=identity, keeps_one=True)
+
+
+def _describe_run(run: Run) -> str:
+    """Return a hash of a function's code, and of the numbers, texts and tensors that it takes from outside.
+
+    What it reads from other objects is not included.
+    """
+    code = getattr(run, "__code__", None)
+    if code is None:
+        return type(run).__qualname__
+    outside = [*(getattr(run, "__defaults__", None) or ()), *code.co_consts]
+    with contextlib.suppress(ValueError):  # a variable without a value
+        found = inspect.getclosurevars(run)
+        outside += [*found.nonlocals.values(), *found.globals.values()]
+    arrays = [
+        torch.as_tensor(x) for x in outside if isinstance(x, np.ndarray) and x.dtype.kind in "biuf"
+    ]
+    plain = [x for x in outside if isinstance(x, (torch.Tensor, bool, int, float, str, bytes))]
+    return digest_call(f"{run.__qualname__} {code.co_code.hex()}", (*plain, *arrays), {})
 
 
 def _describe(
@@ -303,7 +326,8 @@ def _describe(
 ) -> Subject:
     kind = type(program).__name__
     classes = tuple(type(module).__name__ for module in find_components(program).values())
-    return Subject(kind, "", kind, choose_device(device), classes, load, make)
+    identity = describe_program(program)
+    return Subject(kind, "", kind, choose_device(device), classes, load, make, identity=identity)
 
 
 def _copy_pipe(pipe: Any, precision: str, plan: Plan | None) -> AppliedPlan:

@@ -104,7 +104,7 @@ class Journal(ExitStack):
             InputError: the journal belongs to another run, or a component remembers earlier calls.
         """
         _refuse_memories(pipe)
-        head = {**self._run, **_describe_pipeline(pipe)}
+        head = {**self._run, **describe_program(pipe)}
         self._refuse_differences(head)
         if self._head is None:
             self.clear()
@@ -272,8 +272,10 @@ def _hold(folder: Path, stack: ExitStack) -> None:
         ) from error
 
 
-def _describe_pipeline(pipe: Any) -> dict[str, Any]:
-    """Describe what determines a run's bits, to recognise it: classes, weights, settings, machine."""
+def describe_program(pipe: Any) -> dict[str, Any]:
+    """Describe what determines the bits of a program's run, to recognise it: classes, weights, settings,
+    machine.
+    """
     scheduler = getattr(pipe, "scheduler", None)
     settings = dict(getattr(scheduler, "config", {}))
     found = {
