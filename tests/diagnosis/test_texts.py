@@ -286,6 +286,58 @@ def test_the_place_is_the_deepest_frame_in_a_model() -> None:
     assert explain(text).frame == "transformers/models/t5/modeling_t5.py:283 in forward"
 
 
+TRACEBACK = (
+    "Traceback (most recent call last):\n"
+    '  File "/x/app.py", line 3, in <module>\n'
+    "    pipe(prompt)\n"
+    '  File "/x/site-packages/diffusers/models/attention.py", line 325, in forward\n'
+    "    x = self.to_q(x)\n"
+    "RuntimeError: \"LayerNormKernelImpl\" not implemented for 'Half'\n"
+)
+
+
+def _begin_lines(prefix: str) -> str:
+    return "".join(f"{prefix}{line}\n" for line in TRACEBACK.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (TRACEBACK.replace("/", "\\").replace("\\x\\", "C:\\Users\\x y\\"), 6),
+        (TRACEBACK.replace("\n", "\r\n"), 6),
+        (_begin_lines("[rank0]: "), 6),
+        (_begin_lines("2026-11-30 08:00:00,123 - app - ERROR - "), 6),
+        (_begin_lines("> "), 6),
+        (_begin_lines("\x1b[31m") + "\x1b[0m", 6),
+        ("started\n" + json.dumps({"time": 1, "log": "x" * 900 + "\n" + TRACEBACK}), 2),
+        (repr(TRACEBACK.replace("/", "\\")), 1),
+        (str(TRACEBACK.encode()), 1),
+    ],
+    ids=["windows", "crlf", "rank", "logger", "quoted", "coloured", "json", "repr", "bytes"],
+)
+def test_a_traceback_is_read_as_programs_print_it(text: str, line: int) -> None:
+    """The cause, its line, the deepest frame and the program, whatever stands around the lines."""
+    found = explain(text)
+    assert (found.cause, found.evidence[0].line) == ("no-half-kernel", line)
+    assert found.frame == "diffusers/models/attention.py:325 in forward"
+    assert found.run == ("diffusers",)
+
+
+def test_a_message_is_read_as_people_paste_it() -> None:
+    """With quotation marks of a chat, or wrapped by a terminal; another line isn't joined to it."""
+    curly = "RuntimeError: \u201cLayerNormKernelImpl\u201d not implemented for \u2018Half\u2019"
+    assert explain(curly).cause == "no-half-kernel"
+    wrapped = (
+        "loading\nRuntimeError: Input type (torch.cuda.HalfTensor) and\nweight type "
+        "(torch.cuda.FloatTensor)\nshould be the same\ndone"
+    )
+    found = explain(wrapped)
+    assert (found.cause, found.evidence[0].line) == ("operands-differ", 2)
+    assert found.title.endswith("different dtypes: fp16 and fp32.")
+    other = "RuntimeError: Input type (torch.cuda.HalfTensor) and\nTypeError: weight type is wrong"
+    assert explain(other).fault == UNKNOWN
+
+
 def test_a_long_log_is_condensed_and_line_numbers_stay() -> None:
     """A progress bar of many lines counts once, and the message keeps its own line number."""
     bars = [f"{i}%|###| {i}/1000" for i in range(1000)]

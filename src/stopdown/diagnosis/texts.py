@@ -72,6 +72,14 @@ def find_coding(head: bytes) -> str:
 def explain_ends(ends: Iterable[str]) -> Diagnosis:
     known = read_knowledge()
     text, numbers = condense(*ends)
+    found = _explain_condensed(known, text, numbers)
+    if found is None:
+        found = _explain_condensed(known, *_join_wrapped(text, numbers))
+    return found or _describe_unknown(text, numbers)
+
+
+def _explain_condensed(known: Knowledge, text: str, numbers: list[int]) -> Diagnosis | None:
+    """Return the diagnosis of a condensed text; None if no cause is known."""
     text = _blank(known.advice, text)
     telling = _blank(known.routine, text)
     signs = [
@@ -86,9 +94,7 @@ def explain_ends(ends: Iterable[str]) -> Diagnosis:
         if (found := _weigh(cause, text, telling, signs, is_told=is_told))
     ]
     weighed.sort(key=lambda found: -found.points)
-    if not weighed:
-        return _describe_unknown(text, numbers)
-    return _describe_known(text, numbers, weighed, signs, known)
+    return _describe_known(text, numbers, weighed, signs, known) if weighed else None
 
 
 @dataclass(frozen=True)
@@ -153,9 +159,10 @@ def condense(text: str, end: str = "") -> tuple[str, list[int]]:
     """Return a text without repeated lines, and the original number of each line, from 1.
 
     Lines that differ only in digits, such as those of a progress bar, count as repeated. Control sequences
-    are removed, white space in a line becomes one space, long lines are cut, and the middle of a text that
-    is still too long is dropped. Patterns therefore need not handle long lines, repeated spaces or empty
-    lines.
+    are removed, white space in a line becomes one space, quotation marks become plain ones, long lines are
+    cut, and the middle of a text that is still too long is dropped. A traceback in one line, as in a log in
+    JSON, becomes several lines with one number. Patterns therefore need not handle long lines, repeated
+    spaces or empty lines.
 
     Args:
         text: the whole text, or its beginning.
@@ -164,17 +171,54 @@ def condense(text: str, end: str = "") -> tuple[str, list[int]]:
     lines: dict[str, tuple[int, str]] = {}
     seen: set[str] = set()
     numbered = [*enumerate(text.splitlines(), 1), *((0, line) for line in end.splitlines())]
-    for number, line in numbered:
-        cut = line[:LONGEST_LINE]
+    for number, part in ((n, part) for n, line in numbered for part in _split_quoted(line)):
+        cut = part[:LONGEST_LINE]
         if cut not in seen:
             seen.add(cut)
-            clean = " ".join(make_printable(cut).split())
+            clean = " ".join(make_printable(cut).translate(_QUOTES).split())
             lines.setdefault(_DIGITS.sub("0", clean), (number, clean))
     kept = _drop_middle(list(lines.values()))
     return "\n".join(line for _, line in kept), [number for number, _ in kept]
 
 
 _DIGITS = re.compile(r"\d+")
+
+_QUOTES = str.maketrans("\u201c\u201d\u201e\u2018\u2019\u201a", '"""' + "'''")
+"""Quotation marks of word processors and chats to those of programs."""
+
+_IS_QUOTED = re.compile(r"""\s{0,80}b?['"]|[^\n]{0,200}?\{\s?['"]""")
+
+
+def _split_quoted(line: str) -> list[str]:
+    """Split a line of JSON, or a text in quotes, at the line ends that are written in it as `\\n`."""
+    if "\\" not in line or not _IS_QUOTED.match(line):
+        return [line]
+    return [re.sub(r"\\([\\'\"])", r"\1", part) for part in re.split(r"(?<!\\)\\[nr]", line)]
+
+
+_MOST_WRAPS = 2
+_ERROR = r"(?:\S{1,60}+ ){0,2}?[\w.]{0,80}(?:Error|Exception|Warning)\b"
+_IS_ERROR = re.compile(rf"{_ERROR}: ")
+_IS_NEXT = re.compile(rf'{_ERROR}|File "|Traceback|During handling|The above|[\[\d]')
+
+
+def _join_wrapped(text: str, numbers: list[int]) -> tuple[str, list[int]]:
+    """Join an error's message that a terminal wrapped, which is otherwise read line by line.
+
+    Returns:
+        The text, and the number of each of its lines.
+    """
+    lines: list[tuple[int, str]] = []
+    room = 0
+    for number, line in zip(numbers, text.split("\n"), strict=False):
+        if room and not _IS_NEXT.match(line):
+            first, message = lines[-1]
+            lines[-1] = first, f"{message} {line}"[:LONGEST_LINE]
+            room -= 1
+        else:
+            lines.append((number, line))
+            room = _MOST_WRAPS if _IS_ERROR.match(line) else 0
+    return "\n".join(line for _, line in lines), [number for number, _ in lines]
 
 
 def _drop_middle(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
@@ -290,7 +334,9 @@ def _fill(cause: Cause, values: dict[str, str]) -> str:
     return cause.title.format(**values) if wanted <= set(values) else cause.plain or cause.title
 
 
-_FRAME = re.compile(r'^File "([^"\n]{1,500}+)", line (\d{1,9}+), in (\S{1,200}+)', re.MULTILINE)
+_FRAME = re.compile(
+    r'(?:^|\s)File "([^"\n]{1,500}+)", line (\d{1,9}+), in (\S{1,200}+)', re.MULTILINE
+)
 _MODEL_FILE = re.compile(r"(?:^|/)(?=(?:diffusers|transformers)/(?:models|pipelines)/)")
 
 
@@ -299,7 +345,7 @@ def _find_frame(text: str) -> str:
     frames = [
         f"{parts[-1]}:{frame[2]} in {frame[3]}"
         for frame in _FRAME.finditer(text)
-        if len(parts := _MODEL_FILE.split(frame[1])) > 1
+        if len(parts := _MODEL_FILE.split(frame[1].replace("\\", "/"))) > 1
     ]
     return frames[-1] if frames else ""
 
