@@ -37,7 +37,7 @@ def describe(path: Path) -> Iterator[str]:
     for line in text.splitlines():
         subject = line[:-1] if line.endswith(":") else subject
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 6 and cells[1].endswith(" s"):
+        if len(cells) == 6 and cells[1].endswith(" s") and cells[2] != "–":
             error = cells[5].partition(" %")
             found = f", rel_err = {float(error[0]) / 100:.3g}" if error[1] else ""
             named = f"subject = {json.dumps(subject)}, way = {json.dumps(cells[0])}"

@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,10 +66,11 @@ class BenchRow:
         subject: name of the model.
         way: the precision.
         time_s: seconds of the fastest run.
-        time_ratio: that time relative to fp32's.
+        time_ratio: that time relative to fp32's; None if fp32 wasn't measured.
         peak_bytes: peak memory of a run, including weights.
         predicted_bytes: peak memory according to the forecast.
-        rel_err: relative L2 error of the frames against fp32's; None if they are not finite.
+        rel_err: relative L2 error of the frames against fp32's; None if it is not finite, or fp32 wasn't
+            measured.
         non_finite: number of NaN and Inf values in the frames.
         note: why nothing was measured; "" if it was.
     """
@@ -174,12 +176,13 @@ class _Bench:
                 seconds = time_runs(self.device, run, 1)
             if seconds < 10:
                 seconds = min(seconds, time_runs(self.device, run, 3))
-        self.fp32 = self.fp32 or (frames, seconds)
-        error = relative_l2(frames, self.fp32[0])
+        if row.way == WAYS[0]:
+            self.fp32 = frames, seconds
+        error = math.nan if self.fp32 is None else relative_l2(frames, self.fp32[0])
         return dataclasses.replace(
             row,
             time_s=seconds,
-            time_ratio=seconds / self.fp32[1],
+            time_ratio=None if self.fp32 is None else seconds / self.fp32[1],
             peak_bytes=peak.peak_bytes + _count_weights(self.device, pipe),
             predicted_bytes=predicted.peak_bytes,
             rel_err=error if math.isfinite(error) else None,
@@ -218,6 +221,7 @@ def _read_frames(pipe: Any, output: Any) -> torch.Tensor:
 
 def hide_paths(text: str) -> str:
     """Replace paths in a text by PATH, as they may contain people's names."""
+    text = text.replace(str(Path.home()), "~")  # a space in it would end the path
     return re.sub(r"(?<![\w.])(~|[A-Za-z]:)?[/\\][^\s'\"(),:;]*", "PATH", text)
 
 
@@ -244,22 +248,30 @@ def render(report: Report) -> str:
 def _word_verdict(rows: Mapping[str, BenchRow]) -> str:
     """Return a sentence with the errors of fp16 and bf16, and one that lists missing measurements."""
     ways = {"fp16": "fp16 with a plan", "fp16-plain": "plain fp16", "bf16": "bf16"}
-    known = [f"{_name_error(rows[x])} in {said}" for x, said in ways.items() if not rows[x].note]
-    missing = [said for x, said in ways.items() if rows[x].note]
+    known = [f"{_name_error(rows[x])} in {said}" for x, said in ways.items() if _is_known(rows[x])]
+    missing = [said for x, said in ways.items() if not _is_known(rows[x])]
     said = [f"Error against fp32: {', '.join(known)}."] if known else []
     return " ".join([*said, *([f"Not measured: {', '.join(missing)}."] if missing else [])])
 
 
+def _is_known(row: BenchRow) -> bool:
+    """Return whether a row has an error against fp32, or values that are not finite."""
+    return row.rel_err is not None or row.non_finite > 0
+
+
 def _name_error(row: BenchRow) -> str:
-    """Format an error in percent, the count of non-finite values, or the note on a failed row."""
+    """Format an error in percent, the count of non-finite values, or the note on a failed row; a dash if
+    fp32 has no values to compare with.
+    """
     if row.note:
         return row.note
-    if row.rel_err is None:
+    if row.non_finite:
         return f"{row.non_finite:,} NaN or Inf"
-    return f"{format_figure(100 * row.rel_err)} %"
+    return "–" if row.rel_err is None else f"{format_figure(100 * row.rel_err)} %"
 
 
 def _draw(row: BenchRow) -> str:
-    times = "– | –" if row.time_s is None else f"{row.time_s:.3g} s | {row.time_ratio:.2f}"
+    ratio = "–" if row.time_ratio is None else f"{row.time_ratio:.2f}"
+    times = "– | –" if row.time_s is None else f"{row.time_s:.3g} s | {ratio}"
     sizes = " | ".join(format_bytes(x) if x else "–" for x in (row.peak_bytes, row.predicted_bytes))
     return f"| {row.way} | {times} | {sizes} | {_name_error(row)} |"

@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from device.simulated_device import KIND, Simulated
-from stopdown.bench import WAYS, BenchRow, Report, hide_paths, list_subjects, measure_models, render
+from stopdown.bench import (
+    WAYS,
+    BenchRow,
+    Report,
+    _Bench,
+    hide_paths,
+    list_subjects,
+    measure_models,
+    render,
+)
 from stopdown.devices.device_choice import choose_device
 from stopdown.doctor import quote_measured
 from stopdown.pipelines.requests import Request
@@ -67,6 +76,12 @@ def test_paths_are_hidden() -> None:
     assert hide_paths("No file /home/me/a b.py: 'C:\\Users\\me\\x', ~/x") == (
         "No file PATH b.py: 'PATH', PATH"
     )
+
+
+def test_a_home_folder_with_a_space_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second word of a name isn't left over."""
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/Jane Doe"))
+    assert hide_paths("No file /home/Jane Doe/models/x.") == "No file PATH"
 
 
 @pytest.mark.thorough
@@ -136,3 +151,23 @@ def test_a_processor_that_emulates_bf16_is_another_one() -> None:
     """Where bf16 was a quarter of fp32's time, a processor of that name without bf16 is not quoted."""
     assert list(quote_measured("AMD EPYC", "cpu"))
     assert list(quote_measured("AMD EPYC", "cpu", {"bf16", "fp16"})) == []
+
+
+def test_without_fp32_nothing_is_measured_against_another_precision(tmp_path: Path) -> None:
+    """Where fp32 doesn't fit, the next precision isn't taken for it: ratios and errors are unknown."""
+    subject = list_subjects(resolve_source("shapes"), choose_device("cpu"), Request(steps=1))[0]
+    row = _Bench(choose_device("cpu"), subject, lambda *_: None).measure("bf16")
+    assert (row.note, row.time_s is None) == ("", False)
+    assert (row.time_ratio, row.rel_err, row.non_finite) == (None, None, 0)
+    rows = (
+        BenchRow("shapes", "fp32", note="It did not fit."),
+        row,
+        BenchRow("shapes", "fp16-plain", 1.0, None, 2**19, 2**19, None, 1234),
+        BenchRow("shapes", "fp16", note="It did not fit."),
+    )
+    path = tmp_path / "t4.md"
+    path.write_text(render(Report("Tesla T4", "cuda", 2**30, {"torch": "2.13.0"}, rows)))
+    assert path.read_text().startswith(
+        "**Error against fp32: 1,234 NaN or Inf in plain fp16. Not measured: fp16 with a plan, bf16.**"
+    )
+    assert re.search(r"^\| bf16 \| [\d.]+ s \| – \| .* \| – \|$", path.read_text(), re.MULTILINE)
