@@ -12,15 +12,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from models.batches import PROMPTS, SIZES, read_summary
 from stopdown.app import batch_command
 from stopdown.app.batch_command import BatchOptions, _place_media, batch
 from stopdown.app.display import Display
 from stopdown.batch import jobs, prompts
-from stopdown.batch.prompts import Item
+from stopdown.batch.prompts import Item, digest_request
 from stopdown.devices.device_choice import Device
-from stopdown.errors import OptionError
+from stopdown.errors import InputError, OptionError
 from stopdown.records import Plan
 from stopdown.sources.sources import resolve_source
 
@@ -243,3 +244,38 @@ def test_what_auto_decided_is_not_decided_again(
     assert (after.skipped, after.made, after.decisions) == (1, 1, before.decisions)
     assert run(*words, "--precision", "transformer=fp32")[0] == 0  # asked otherwise: decided anew
     assert {x.precision for x in read_summary().decisions} == {"fp32"}
+
+
+def test_a_changed_file_of_an_argument_is_another_request(
+    run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture given by --arg is known by its content, as one given by an option is."""
+    seen = list[str]()
+
+    def stop(items: Any, options: Any, built_in: bool) -> str:
+        seen.append(digest_request(items, options, True))
+        raise InputError("Stopped.")
+
+    monkeypatch.setattr(batch_command, "digest_request", stop)
+    for side in (8, 16):
+        Image.new("RGB", (side, side)).save("a.png")
+        run("batch", tiny, "--prompt", "a", "-o", "clips", "--arg", "hint=a.png")
+    assert len(set(seen)) == len(seen) == 2
+
+
+def test_a_batch_that_ended_before_its_summary_goes_on(
+    run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk or a kill between the plan and the summary leaves a folder that is still the batch's."""
+    Path("clips").mkdir()
+    Path("clips", f"plan-{'0' * 12}-0.json").write_text("{}")
+    assert run("batch", tiny, "--prompt", "a", "-o", "clips", *SIZES)[0] == 0
+    assert Path("clips", "batch.json").is_file()
+
+
+def test_an_empty_prompt_is_refused(run: Run, tiny: str) -> None:
+    """It comes from a shell variable that isn't set."""
+    code, _, err = run("batch", tiny, "--prompt", "", "-o", "clips", *SIZES)
+    assert code == 2
+    assert "The prompt is empty. An empty prompt often comes from a shell variable" in err
+    assert not Path("clips").exists()

@@ -69,7 +69,12 @@ def test_prompts_of_the_command_come_after_those_of_the_file(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "prompt"), [('{"prompt": "a"}\n', "a"), ("a {plain} line\n", "a {plain} line")]
+    ("text", "prompt"),
+    [
+        ('{"prompt": "a"}\n', "a"),
+        ('\n {"prompt": "a"}\n', "a"),
+        ("a {plain} line\n", "a {plain} line"),
+    ],
 )
 def test_standard_input_that_begins_with_a_brace_is_json(
     text: str, prompt: str, monkeypatch: pytest.MonkeyPatch
@@ -82,6 +87,8 @@ def test_standard_input_that_begins_with_a_brace_is_json(
 WRONG = {
     "empty": ("a.txt", " \n", "are empty"),
     "no JSON": ("a.jsonl", '{"prompt": "a"}\n{"prompt"\n', "Line 2 of the prompts"),
+    "one JSON": ("a.json", '["a"]\n', "a.json are a .json file"),
+    "tabs": ("a.tsv", "prompt\tseed\n", "name the file .jsonl"),
     "no table": ("a.jsonl", "[1]\n", "it holds a list and not a table"),
     "unknown": ("a.jsonl", '{"promt": "a"}\n', "the field 'promt' is unknown"),
     "kind": ("a.jsonl", '{"prompt": "a", "seed": []}\n', "the field seed holds"),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from stopdown.app.call_arguments import list_argument_files
 from stopdown.app.display import Display
 from stopdown.app.flags import (
     SHOWN,
@@ -36,6 +37,7 @@ from stopdown.app.request_options import (
 )
 from stopdown.app.size_limits import refuse_too_large
 from stopdown.batch.output_folder import (
+    PLAN_NAME,
     find_batch_folder,
     held_for_batch,
     list_item_names,
@@ -168,6 +170,7 @@ def batch(options: BatchOptions, display: Display, plain: Any = None) -> BatchRe
     _refuse_other_folder(folder)
     with held_for_batch(folder):
         given = {name: x for name, x in vars(options).items() if name not in _OF_THE_RUN}
+        given["files"] = tuple(list_argument_files(options.arg))
         digest = digest_request(items, given, built_in=options.source == "shapes")
         earlier = _read_summary(folder)
         if earlier is not None and (finished := _find_finished(earlier, digest, folder)):
@@ -345,7 +348,11 @@ def _refuse_other_folder(folder: Path) -> None:
     """Refuse a folder with files that no batch wrote, before anything is written there."""
     import json
 
-    names = {name for name in list_item_names(folder) if not name.startswith(".")}
+    names = {
+        name
+        for name in list_item_names(folder)
+        if not name.startswith(".") and not PLAN_NAME.fullmatch(name)  # written before the summary
+    }
     if not names:
         return
     with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -11,22 +11,19 @@ Not covered: an item that never ends.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from stopdown.batch.jobs import Task
-from stopdown.batch.output_folder import write_whole
+from stopdown.batch.output_folder import PLAN_NAME, write_whole
 from stopdown.batch.pools import Pool
 from stopdown.batch.records import MOST_DEATHS, TRIES, ItemResult
 from stopdown.batch.worker import TaskResult, begin_result
 from stopdown.errors import PlanError, StopdownError
 from stopdown.plans.plan_files import read_plan, seal_plan
 from stopdown.records import Plan, to_json
-
-_VERSION = re.compile(r"plan-([0-9a-f]{12})-(\d+)\.json")
 
 
 def read_versions(folder: Path, names: set[str]) -> list[list[Plan]]:
@@ -37,7 +34,7 @@ def read_versions(folder: Path, names: set[str]) -> list[list[Plan]]:
     """
     found: dict[str, list[tuple[int, Plan]]] = {}
     for name in sorted(names):
-        matched = _VERSION.fullmatch(name)
+        matched = PLAN_NAME.fullmatch(name)
         plan = _read(folder / name) if matched else None
         if matched and plan is not None:
             found.setdefault(matched[1], []).append((int(matched[2]), plan))

@@ -6,6 +6,7 @@ Files appear there only when complete: each is written under a temporary name an
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,9 @@ from stopdown.files.outputs import (
     held_folder,
     written_beside,
 )
+
+PLAN_NAME = re.compile(r"plan-([0-9a-f]{12})-(\d+)\.json")
+"""Name of the file of a version of a batch's plan: seal of the first version, and number of this one."""
 
 _STRAY_S = 3600.0
 """Seconds after which a temporary file of another machine counts as abandoned."""

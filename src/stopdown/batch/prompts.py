@@ -104,6 +104,12 @@ def read_items(given: str | None, prompts: Sequence[str] = ()) -> list[Item]:
     """
     items = [] if given is None else _read_file(given)
     last = items[-1].line if items else 0
+    if "" in prompts:
+        raise InputError(
+            "The prompt is empty.",
+            expected="An empty prompt often comes from a shell variable that isn't set.",
+            remedy='Describe the picture. A space, " ", is an empty prompt.',
+        )
     items += [_read_line("", n, {"prompt": x.strip()}) for n, x in enumerate(prompts, last + 1)]
     if not items:
         raise InputError(
@@ -116,11 +122,17 @@ def read_items(given: str | None, prompts: Sequence[str] = ()) -> list[Item]:
 
 def _read_file(given: str) -> list[Item]:
     """Return the items of a prompts file; empty lines are skipped."""
-    text = _read_text(given)
     kind = Path(given).suffix.lower()
+    if kind in (".json", ".tsv"):
+        raise InputError(
+            f"The prompts {given} are a {kind} file.",
+            expected=f"{_FORMS}.",
+            remedy="Write one JSON object on each line, and name the file .jsonl.",
+        )
+    text = _read_text(given)
     if kind == ".csv":
         items = list(_read_csv(given, text))
-    elif kind in (".jsonl", ".ndjson") or (given == "-" and text.startswith("{")):
+    elif kind in (".jsonl", ".ndjson") or (given == "-" and text.lstrip().startswith("{")):
         items = list(_read_json_lines(given, text))
     else:
         lines = enumerate(_split_lines(text), 1)
