@@ -12,9 +12,10 @@ import filelock
 import pytest
 
 from models.comparisons import make_comparison
-from stopdown.app.compare_command import CompareOptions, find_cells
+from stopdown.app.compare_command import CompareOptions, find_cells, read_prompts
 from stopdown.app.registration import describe_command
 from stopdown.comparison.records import Comparison
+from stopdown.errors import InputError
 from stopdown.records import from_json, to_json
 
 SIZES = ("--frames", "9", "--height", "32", "--width", "32", "--steps", "1", "--device", "cpu")
@@ -185,3 +186,29 @@ def test_a_stop_keeps_cells_and_no_empty_folders(
         ["compare-1", "cells-1", "1.msgpack"] if is_done else []
     )
     assert (tmp_path / ".page.html.cells").exists() == is_done
+
+
+def test_a_page_goes_into_a_folder_that_is_made_for_it(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The finished runs are kept there as well; a stop before the first leaves no folder."""
+    made = make_comparison()
+
+    def stop(*_: Any, **__: Any) -> None:
+        assert Path("new/pages").is_dir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stopdown.comparison.matrix.compare", stop)
+    assert run("compare", "shapes", "--prompt", "a", "-o", "new/pages/a.html")[0] == 130
+    assert not Path("new").exists()
+    monkeypatch.setattr("stopdown.comparison.matrix.compare", lambda *_, **__: made)
+    assert run("compare", "shapes", "--prompt", "a", "-o", "new/pages/a.html")[0] == 0
+    assert sorted(x.name for x in Path("new/pages").iterdir()) == ["a.html", "a.html.json"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json"])
+def test_a_file_of_fields_is_no_list_of_prompts(name: str, tmp_path: Path) -> None:
+    """Its lines would be drawn as they are written."""
+    (tmp_path / name).write_text('{"prompt": "a"}\n')
+    with pytest.raises(InputError, match="It reads a text file with one prompt"):
+        read_prompts(tmp_path / name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -194,7 +195,7 @@ def compare_model(options: CompareOptions, display: Display) -> tuple[Comparison
 def _held(folder: Path) -> Iterator[None]:
     """Lock the folder of finished cells (one prompt in one precision each) while the block runs.
 
-    It is removed at the end if it holds no files.
+    It is removed at the end if it holds no files, with the folders that were made for it.
 
     Raises:
         InputError: another process holds the lock.
@@ -204,12 +205,14 @@ def _held(folder: Path) -> Iterator[None]:
         expected="It removes this folder when it is done.",
         remedy="Wait until it ends, or name another page with -o.",
     )
+    missing = itertools.takewhile(lambda path: not path.exists(), folder.parents)
+    made = (folder, *missing)
     try:
-        folder.mkdir(exist_ok=True)  # in here, since a stop may come while it is made
+        folder.mkdir(parents=True, exist_ok=True)  # in here, since a stop may come while it is made
         with held_folder(folder, busy):
             yield
     finally:
-        for path in (*sorted(folder.rglob("*"), reverse=True), folder):
+        for path in (*sorted(folder.rglob("*"), reverse=True), *made):
             with contextlib.suppress(OSError):  # a file, or a folder with files
                 path.rmdir()
 
@@ -229,6 +232,13 @@ _MOST_BYTES = 4 * LONGEST * 1_000
 
 def read_prompts(path: Path) -> tuple[list[tuple[int, str]], list[BadLine]]:
     """Return the prompts of a file with their line numbers, and the lines that are not valid prompts."""
+    if (kind := path.suffix.lower()) in (".csv", ".json", ".jsonl", ".ndjson", ".tsv"):
+        raise InputError(
+            f"The prompt file {path} is a {kind} file.",
+            expected="compare runs all prompts with the same options. It reads a text file with one prompt "
+            "on each line.",
+            remedy="Write the prompts alone into a .txt file.",
+        )
     try:
         content = read_small_file(path, most_bytes=_MOST_BYTES)
     except UnreadableError as error:
