@@ -19,10 +19,12 @@ from stopdown.comparison.measures import (
     join_heats,
     measure_frames,
     measure_latents,
+    measure_values,
+    read_values,
 )
 from stopdown.comparison.probes import Trace
 from stopdown.comparison.records import SPOILT, Heat
-from stopdown.errors import InputError
+from stopdown.errors import InputError, OptionError
 
 # Prompts
 
@@ -187,3 +189,29 @@ def test_heats_of_prompts_are_joined_to_the_tighter() -> None:
     other = (Heat("t", ("b.0", "b.9"), ((-2.0, 3.0), (5.0, None))),)
     joined = join_heats([one, other])
     assert joined == (Heat("t", ("b.0", "b.1", "b.9"), ((-2.0, 3.0), (SPOILT,), (5.0, None))),)
+
+
+def test_a_program_without_blocks_has_no_headroom() -> None:
+    """Nor has one whose blocks return zeros; that isn't taken for NaN, which names its block."""
+    assert find_headroom(Trace()) == (None, "")
+    assert find_headroom(Trace(amax={("net", None, "a"): 0.0})) == (None, "")
+    zero_and_more = Trace(amax={("net", None, "a"): 0.0, ("net", 1, "b"): 65504 / 2})
+    assert find_headroom(zero_and_more) == (1.0, "net:b at step 2")
+    assert find_headroom(Trace(amax={("net", None, "a"): math.nan})) == (None, "net:a")
+
+
+def test_hidden_scores_do_not_hide_a_difference() -> None:
+    """A mask's lowest number is no part of the range, and two ends of fp32 don't make it infinite."""
+    lowest = np.finfo(np.float32).min
+    scores, others = np.float32([1, 2, 3, lowest]), np.float32([1, 2, 4, -65504])
+    assert measure_values(others, scores).rmse == pytest.approx(0.25)
+    assert measure_values(scores, scores).identical
+    assert measure_values(np.float32([1, 2, 3, 0]), scores).rmse > 0.4
+    ends = np.float32([lowest / 2, -lowest, 1])
+    assert not measure_values(np.float32([lowest / 2, -lowest / 2, 1]), ends).identical
+
+
+def test_no_values_are_nothing_to_compare() -> None:
+    """A program that returns an empty tensor is told so."""
+    with pytest.raises(OptionError, match="returned a Tensor without values"):
+        read_values(torch.zeros(0))

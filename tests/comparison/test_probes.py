@@ -16,6 +16,7 @@ from stopdown.comparison.probes import Probe, find_block_paths
 from stopdown.number_formats import FP16
 from stopdown.pipelines.requests import build_arguments
 from stopdown.pipelines.results import read_frames
+from stopdown.runtime.guard import Guard, GuardOptions
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +61,24 @@ def test_saturated_values_are_counted() -> None:
     with Probe(pipe) as probe, torch.no_grad():
         pipe.transformer(**call)
     assert probe.trace.saturated > 0
+
+
+def test_a_repeated_call_is_not_counted_twice() -> None:
+    """A guard runs a call once more to find where NaN begins; the probe counts the program's own."""
+    pipe = testing.make_pipeline("cogvideox", overflow="transformer")
+    pipe.transformer.half()
+    call = {
+        "hidden_states": torch.ones(1, 2, 4, 4, 4).half(),
+        "encoder_hidden_states": torch.ones(1, 8, pipe.transformer.config.text_embed_dim).half(),
+        "timestep": torch.tensor([5]),
+    }
+    counts = set()
+    for names_culprit in (True, False):
+        settings = GuardOptions(
+            on_fault="warn", announce=lambda text: None, names_culprit=names_culprit
+        )
+        with Guard(pipe, settings).put_on(), Probe(pipe, clamps=True) as probe, torch.no_grad():
+            pipe.transformer(**call)
+        counts.add((probe.trace.clamped, probe.trace.saturated))
+    assert len(counts) == 1
+    assert min(counts.pop()) > 0

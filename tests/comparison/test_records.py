@@ -78,6 +78,13 @@ def test_the_worst_of_a_measure_is_low_for_psnr_and_high_for_errors() -> None:
     assert find_median([None, 3.0, 1.0, 2.0]) == 2.0
 
 
+def test_an_identical_picture_counts_in_the_median() -> None:
+    """Its PSNR is infinite: two of three prompts like that are typical, and the third is the worst."""
+    same = Cell("fp16", measures=Measures(True, 0.0, None, 1.0, 0.0, 0.0))
+    assert summarise_measure([same, make_cell(40.0, 0.1), same], "psnr_db") == (math.inf, 40.0)
+    assert format_number(math.inf, 1) == "∞"
+
+
 def test_the_tightest_prompt_counts() -> None:
     """A prompt that ran without a known headroom had NaN or Inf; one that didn't run says nothing."""
     cells = [
@@ -86,5 +93,7 @@ def test_the_tightest_prompt_counts() -> None:
         Cell("fp16", error="no room"),
     ]
     assert find_tightest(cells) == (-1.0, "b")
-    assert find_tightest([*cells, make_cell(1.0, 0.0)]) == (SPOILT, "")
+    assert find_tightest([*cells, make_cell(1.0, 0.0, tightest="c")]) == (SPOILT, "c")
+    assert find_tightest([*cells, make_cell(1.0, 0.0)]) == (-1.0, "b")  # it has no blocks
+    assert find_tightest([make_cell(1.0, 0.0)]) == (None, "")
     assert find_tightest(cells[2:]) == (None, "")

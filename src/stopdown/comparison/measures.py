@@ -28,7 +28,7 @@ from stopdown.comparison.records import (
 )
 from stopdown.component_call_names import name_module_path
 from stopdown.errors import OptionError
-from stopdown.numerics import iterate_leaves, relative_l2
+from stopdown.numerics import HIDDEN_FROM, HIDDEN_IN_FP16, iterate_leaves, relative_l2
 from stopdown.runtime.run_check import collect_videos
 
 Frames = np.ndarray[Any, Any]
@@ -52,7 +52,7 @@ def read_values(result: Any) -> tuple[Frames, int]:
     """
     leaves = iterate_leaves(result, (torch.Tensor, np.ndarray))
     floats = [x for x in map(torch.as_tensor, leaves) if x.is_floating_point()]
-    if floats:
+    if sum(x.numel() for x in floats):
         values = torch.cat([x.detach().float().flatten().cpu() for x in floats]).numpy()
         broken = int((~np.isfinite(values)).sum())
         return np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0), broken
@@ -67,9 +67,15 @@ def read_values(result: Any) -> tuple[Frames, int]:
 
 
 def measure_values(values: Frames, reference: Frames) -> Measures:
-    """Measure the distance of `[N]` values from a reference, as a share of the reference's range."""
-    span = float(reference.max() - reference.min()) or 1.0
-    rmse = float(np.sqrt(np.mean((values.astype(np.float64) - reference) ** 2))) / span
+    """Measure the distance of `[N]` values from a reference, as a share of the reference's range.
+
+    Places that both hide with the lowest number of their formats, as masks of scores do, count as equal.
+    """
+    is_hidden = (reference <= HIDDEN_FROM) & (values <= HIDDEN_IN_FP16)
+    other = reference[~is_hidden].astype(np.float64)  # in fp32 its range may be infinite
+    squares = np.sum((values[~is_hidden] - other) ** 2)
+    span = float(np.ptp(other)) if len(other) else 0.0
+    rmse = float(np.sqrt(squares / len(values))) / (span or 1.0)
     psnr_db = -20 * math.log10(rmse) if rmse else None
     return Measures(rmse == 0.0, rmse, psnr_db, None, None, None)
 
@@ -219,12 +225,14 @@ def _take_powers_off(values: torch.Tensor, reference: torch.Tensor) -> torch.Ten
 def find_headroom(trace: Trace) -> tuple[float | None, str]:
     """Return the least headroom of all blocks, in bits below 65504, and the block and step.
 
-    The headroom is None if a value there is not finite, or if no block was recorded.
+    The headroom is None if a value there is not finite. If no block returned anything but zeros, it is None
+    as well, and the block is "".
     """
-    if not trace.amax:
+    counted = {key: count_bits(amax) for key, amax in trace.amax.items()}
+    bits = {key: x for key, x in counted.items() if x is not None}
+    if not bits:
         return None, ""
-    bits = {key: count_bits(amax) for key, amax in trace.amax.items()}
-    tightest = min(bits, key=lambda key: math.inf if (x := bits[key]) is None else x)
+    tightest = min(bits, key=lambda key: bits[key])
     component, step, path = tightest
     place = name_module_path(component, path) + ("" if step is None else f" at step {step + 1}")
     return (None if bits[tightest] == SPOILT else bits[tightest]), place

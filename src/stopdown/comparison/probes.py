@@ -72,6 +72,7 @@ class _Pending:
         clamped: number of values that each clamp replaced.
         elapsed_s: seconds spent in the hooks.
         blocks: paths of the blocks.
+        is_over: whether the call has returned; a guard may run it again to find where NaN begins.
     """
 
     seen: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = field(
@@ -80,6 +81,7 @@ class _Pending:
     clamped: list[torch.Tensor] = field(default_factory=list)
     elapsed_s: float = 0.0
     blocks: tuple[str, ...] = ()
+    is_over: bool = False
 
 
 class Probe:
@@ -115,6 +117,9 @@ class Probe:
         if id(module) not in self._pending:
             self._hook(module)
         intercept(callee, self._around, patches, Rank.RECORD)
+        intercept(
+            callee, self._run, patches, Rank.COMPONENT
+        )  # inside the guard, which runs it again
 
     def _hook(self, owner: torch.nn.Module) -> None:
         pending = self._pending[id(owner)] = _Pending()
@@ -139,7 +144,7 @@ class Probe:
         pending = self._pending[id(module)]
         pending.seen.clear()
         pending.clamped.clear()
-        pending.elapsed_s = 0.0
+        pending.elapsed_s, pending.is_over = 0.0, False
         output = call.proceed()
         step = self._steps.find_step(callee)
         self.trace.order.setdefault(callee.name, pending.blocks)
@@ -152,6 +157,11 @@ class Probe:
                 self.trace.outputs.append((callee.name, step, kept))
         spent = self.trace.probe_s
         spent[callee.stage] = spent.get(callee.stage, 0.0) + pending.elapsed_s
+        return output
+
+    def _run(self, call: ComponentCall) -> Any:
+        output = call.proceed()
+        self._pending[id(find_module(call.callee))].is_over = True
         return output
 
     def _read(self, callee: Callee, step: int | None, pending: _Pending) -> None:
@@ -180,6 +190,8 @@ class Probe:
 
 def _note(pending: _Pending, path: str, module: Any, args: Any, output: Any) -> None:
     """Record the bounds, saturation and a sample of a block's first floating output, on its device."""
+    if pending.is_over:
+        return
     begun = time.perf_counter()
     found = next((x for x in iterate_tensors(output) if x.is_floating_point()), None)
     if found is not None and found.numel() and not isinstance(found, FakeTensor):
@@ -204,7 +216,8 @@ def _clamp(pending: _Pending, module: Any, args: Any, output: Any) -> Any:
     """Replace NaN by 0 and Inf by ±65504 in an fp16 output; return None for any other output."""
     if not isinstance(output, torch.Tensor) or output.dtype != torch.float16:
         return None
-    pending.clamped.append((~torch.isfinite(output)).sum())
+    if not pending.is_over:
+        pending.clamped.append((~torch.isfinite(output)).sum())
     # by the operator: a guard takes the function and the method for a clamp of the model
     return torch.ops.aten.nan_to_num(output, nan=0.0, posinf=FP16.largest, neginf=-FP16.largest)
 

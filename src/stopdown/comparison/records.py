@@ -85,6 +85,10 @@ class Measures(Displayed):
     flip: float | None
     flicker: float | None
 
+    def find_psnr(self) -> float | None:
+        """Return the PSNR in dB, which is infinite for an identical picture."""
+        return math.inf if self.identical else self.psnr_db
+
 
 @dataclass(frozen=True, repr=False)
 class CallError(Displayed):
@@ -133,8 +137,9 @@ class Cell(Displayed):
         saturated: number of fp16 values at fp16's maximum in the outputs of blocks.
         clamped: number of values that a clamp replaced.
         headroom_bits: bits between the largest magnitude of a block's output and 65504, fp16's
-            maximum, in any precision; negative if fp16 would overflow. None if it is not finite.
-        tightest: the block and step with the least headroom.
+            maximum, in any precision; negative if fp16 would overflow. None if it is not finite, or
+            without any block.
+        tightest: the block and step with the least headroom; "" without any.
         faults: NaN and Inf that the guard detected, each with its origin; nothing was repaired.
         findings: frames that are black, grey, frozen or noise.
         measures: distance from the reference; None without frames.
@@ -382,7 +387,9 @@ def format_ratio(ratio: float | None) -> str:
 
 
 def format_number(value: float | None, digits: int = 2) -> str:
-    """Format a number with `digits` decimals, or as a dash if it is unknown."""
+    """Format a number with `digits` decimals, `∞`, or as a dash if it is unknown."""
+    if value == math.inf:
+        return "∞"
     return "–" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
@@ -402,9 +409,10 @@ def find_median(values: Iterable[float | None]) -> float | None:
 def summarise_measure(cells: Sequence[Cell], name: str) -> tuple[float | None, float | None]:
     """Return the median and the worst value of a measure, such as `ssim`, over the runs of a precision.
 
-    For PSNR and SSIM, low is bad.
+    For PSNR and SSIM, low is bad. The PSNR of an identical picture is infinite.
     """
-    values = [getattr(cell.measures, name) for cell in cells if cell.measures is not None]
+    measured = [cell.measures for cell in cells if cell.measures is not None]
+    values = [x.find_psnr() if name == "psnr_db" else getattr(x, name) for x in measured]
     known = [x for x in values if x is not None]
     worst = min if name in ("psnr_db", "ssim") else max
     return find_median(known), worst(known, default=None)
@@ -413,10 +421,11 @@ def summarise_measure(cells: Sequence[Cell], name: str) -> tuple[float | None, f
 def find_tightest(cells: Sequence[Cell]) -> tuple[float | None, str]:
     """Return the least headroom of a precision's runs, in bits, with its block.
 
-    It is `SPOILT` if a value was NaN or Inf.
+    It is `SPOILT` if a value was NaN or Inf, and None if no block was measured.
     """
-    ran = [cell for cell in cells if not cell.error]
-    known = [(cell.headroom_bits, cell.tightest) for cell in ran if cell.headroom_bits is not None]
-    if len(known) < len(ran):
-        return SPOILT, ""
+    known = [
+        (SPOILT if cell.headroom_bits is None else cell.headroom_bits, cell.tightest)
+        for cell in cells
+        if not cell.error and cell.tightest
+    ]
     return min(known, key=lambda found: found[0], default=(None, ""))

@@ -11,7 +11,15 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from stopdown.comparison.records import Cell, Measures, Row, Thresholds, Variant, pick_cells
+from stopdown.comparison.records import (
+    Cell,
+    Measures,
+    Row,
+    Thresholds,
+    Variant,
+    format_number,
+    pick_cells,
+)
 
 WORST_FIRST = ("failed", "broken", "other", "same", "reference")
 
@@ -62,7 +70,7 @@ def _judge(cell: Cell, reference: Cell, thresholds: Thresholds) -> tuple[str, li
     if cell.precision == reference.precision:
         return "reference", ["Reference."]
     if cell.measures is None:
-        return "other", ["There is no reference to compare it with."]
+        return "other", ["There is no output of the same size to compare it with."]
     misses = list(_list_misses(cell.measures, thresholds))
     if misses:
         return "other", misses
@@ -146,9 +154,10 @@ def _summarise(cells: Sequence[Cell], verdict: str) -> Iterable[str]:
     if count > 1:
         yield f"Of {count} prompts: {', '.join(said)}."
     measured = [cell.measures for cell in cells if cell.measures and cell.verdict != "reference"]
-    known = [m.psnr_db for m in measured if m.psnr_db is not None]
-    if len(known) > 1:
-        yield f"Median PSNR {statistics.median(known):.1f} dB, worst {min(known):.1f} dB."
+    known = [psnr_db for m in measured if (psnr_db := m.find_psnr()) is not None]
+    if len(known) > 1 and min(known) < math.inf:
+        typical, least = (format_number(x, 1) for x in (statistics.median(known), min(known)))
+        yield f"Median PSNR {typical} dB, worst {least} dB."
     worst = next(cell for cell in cells if cell.verdict == verdict)
     if verdict in ("failed", "broken", "other"):
         yield worst.reasons[0] if count == 1 else f"First such prompt: {worst.reasons[0]}"
