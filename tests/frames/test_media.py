@@ -20,6 +20,7 @@ from stopdown.frames.frame_faults import find_frame_faults
 from stopdown.frames.media import (
     check_output,
     choose_format,
+    draw_preview,
     read_image,
     read_video,
     to_uint8,
@@ -636,3 +637,34 @@ for number in range(60):
         done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
         written |= set(done.stdout.splitlines())
     assert len(written) == 60
+
+
+def draw_layers() -> np.ndarray:
+    """Two layers: a green sheet, and a red square of half opacity on nothing."""
+    layers = np.zeros((2, 32, 32, 4), np.uint8)
+    layers[0] = (0, 200, 0, 255)
+    layers[1, 8:24, 8:24] = (200, 0, 0, 128)
+    return layers
+
+
+def test_layers_keep_their_transparency_or_lie_on_white(tmp_path: Path) -> None:
+    layers = draw_layers()
+    folder = write_media(f"{tmp_path / 'layers'}/", layers)
+    files = [folder / "frame_0000.png", folder / "frame_0001.png"]
+    files += [write_media(tmp_path / name, layers[1:]) for name in ("layer.png", "layer.webp")]
+    for path, layer in zip(files, layers[[0, 1, 1, 1]], strict=True):
+        with Image.open(path) as held:
+            assert np.array_equal(np.asarray(held), layer)
+    shown = read_image(write_media(tmp_path / "layer.jpg", layers[1:]))
+    assert shown[0, 0].tolist() == [255, 255, 255]
+    assert abs(shown[16, 16].astype(int) - [227, 127, 127]).max() < 8
+    assert read_video(write_media(tmp_path / "layers.mp4", layers)).shape == (2, 32, 32, 3)
+    assert draw_preview(layers)
+
+
+def test_layers_are_seen_as_one_picture() -> None:
+    """A layer of one colour is no fault where the whole isn't, and a whole of one colour is one."""
+    layers = draw_layers()
+    assert kinds(layers) == []
+    assert kinds(np.concatenate([layers, layers[:1]])) == ["flat"]
+    assert kinds(layers * np.array([0, 0, 0, 1], np.uint8)) == ["black"]

@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import stopdown
-from models.other_pipelines import make_dit
+from models.other_pipelines import make_dit, make_layered
 from models.sound_models import make_stable_audio, save_stable_audio
 from stopdown.batch.records import BatchRecord
 from stopdown.errors import OptionError, StopdownWarning
@@ -475,3 +475,36 @@ def test_an_error_of_a_models_own_code_is_one_message(
     assert "It was raised in diffusers/pipelines/stable_diffusion/" in err
     assert "It ran in fp32, so the cause is in the model or the request." in err
     assert not (here / "stopdown.png").exists()
+
+
+@pytest.mark.slow
+def test_a_picture_in_layers_is_written_with_its_transparency(here: Path, run: Run) -> None:
+    """Its pipeline reads pictures with an alpha channel, and makes one picture for each layer."""
+    make_layered().save_pretrained("layered")
+    Image.new("RGB", (64, 64), (200, 40, 40)).save("in.png")
+    given = (
+        "generate",
+        "layered",
+        "a fox",
+        "--image",
+        "in.png",
+        "--steps",
+        1,
+        "--precision",
+        "fp16",
+    )
+    given = (*given, "--arg", "layers=2", "--arg", "true_cfg_scale=1.0")
+    status, _, err = run(*given, "-o", "one.png")
+    assert status == 2
+    assert "there are 2 frames to write" in err
+    status, _, err = run(*given, "-o", "layers/")
+    assert status == 0, err
+    calls = {
+        x["component"]: x["precisions"]
+        for x in json.loads(Path("layers.json").read_text())["calls"]
+    }
+    assert all("fp16" in x for x in calls.values())
+    for path in ("layers/frame_0000.png", "layers/frame_0001.png"):
+        with Image.open(path) as made:
+            assert (made.mode, made.size) == ("RGBA", (640, 640))
+    assert not Path("layers/frame_0002.png").exists()

@@ -38,10 +38,21 @@ _SSIM_WINDOW = 11
 
 
 def clean_frames(frames: Frames) -> tuple[Frames, int]:
-    """Clip `[T, H, W, 3]` frames to [0, 1] in fp32, with NaN as black, and count the non-finite values."""
+    """Clip frames to [0, 1] in fp32, with NaN as black, and count the non-finite values.
+
+    Args:
+        frames: `[T, H, W, 3]`, or `[T, H, W, 4]` with transparency, which is laid on white.
+
+    Returns:
+        The frames as `[T, H, W, 3]`, and the count.
+    """
     broken = int((~np.isfinite(frames)).sum())
     cleaned = np.nan_to_num(frames.astype(np.float32), nan=0.0, posinf=1.0, neginf=0.0)
-    return np.clip(cleaned, 0.0, 1.0), broken
+    clipped = np.clip(cleaned, 0.0, 1.0)
+    if clipped.shape[-1] == 4:
+        opacity = clipped[..., 3:]
+        clipped = clipped[..., :3] * opacity + 1 - opacity
+    return clipped, broken
 
 
 def read_values(result: Any) -> tuple[Frames, int]:

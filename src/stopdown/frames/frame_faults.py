@@ -101,9 +101,13 @@ def find_frame_faults(frames: Frames | Iterator[Frames]) -> list[FrameFault]:
     although the result is right.
 
     Args:
-        frames: `[T, H, W, 3]` uint8, or an iterator over frames, of which two are in memory at a time.
+        frames: `[T, H, W, 3]` uint8, or an iterator over frames, of which two are in memory at a time;
+            `[T, H, W, 4]` are the layers of one picture, from the lowest, which are seen as a whole.
     """
-    looks = list(_look_at(frames if isinstance(frames, Iterator) else require_clip(frames)))
+    if not isinstance(frames, Iterator) and require_clip(frames).shape[-1] == _CLEAR:
+        first, *others = frames
+        frames = functools.reduce(_lay, others, lay_on_white(first))[None]
+    looks = list(_look_at(frames))
     found = [fault for detect in _DETECTORS.values() for fault in detect(looks)]
     uniform = {index for fault in found if fault.kind in _UNIFORM for index in fault.frames}
     if len(uniform) == len(looks):  # of a clip without any picture, "frozen" says nothing new
@@ -152,7 +156,7 @@ def find_frame_findings(frames: Frames, name: str) -> tuple[Finding, ...]:
     """Return the faults from `find_frame_faults` as findings of a record: `black-frames`, `frozen-frames`…
 
     Args:
-        frames: `[T, H, W, 3]` uint8.
+        frames: `[T, H, W, 3]` or `[T, H, W, 4]` uint8.
         name: name of the frames in the findings, such as `output`.
     """
     return tuple(
@@ -279,12 +283,35 @@ def require_clip(frames: Frames) -> Frames:
     import numpy as np
 
     array = np.asarray(frames)
-    if array.dtype != np.uint8 or array.ndim != 4 or array.shape[-1] != 3 or 0 in array.shape:
+    known = array.ndim == 4 and array.shape[-1] in (3, _CLEAR)
+    if array.dtype != np.uint8 or not known or 0 in array.shape:
         raise ValueError(
-            f"a clip is a uint8 array [T, H, W, 3] with at least one pixel, "
+            f"a clip is a uint8 array [T, H, W, 3] or [T, H, W, 4] with at least one pixel, "
             f"and this is {array.dtype} {list(array.shape)}"
         )
     return array
+
+
+_CLEAR = 4  # channels of a picture with transparency
+
+
+def lay_on_white(frames: Frames) -> Frames:
+    """Lay frames with transparency on white; return others as they are.
+
+    Args:
+        frames: `[..., H, W, 3]` or `[..., H, W, 4]` uint8.
+    """
+    import numpy as np
+
+    is_clear = frames.shape[-1] == _CLEAR
+    return _lay(np.full_like(frames[..., :3], 255), frames) if is_clear else frames
+
+
+def _lay(below: Frames, layer: Frames) -> Frames:
+    import numpy as np
+
+    opacity = layer[..., 3:].astype(np.float32) / 255
+    return np.rint(layer[..., :3] * opacity + below * (1 - opacity)).astype(np.uint8)
 
 
 def name_frames(indices: Sequence[int], total: int) -> str:

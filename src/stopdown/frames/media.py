@@ -21,7 +21,7 @@ from stopdown.devices.environment import require_package
 from stopdown.devices.maker_formats import has_avx512
 from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError, take_first_line
 from stopdown.files.outputs import check_target, refuse_nameless, write_numbered, written_beside
-from stopdown.frames.frame_faults import name_frames, require_clip
+from stopdown.frames.frame_faults import lay_on_white, name_frames, require_clip
 from stopdown.frames.sound import SOUNDS, Sound, add_track, write_sound
 
 if TYPE_CHECKING:
@@ -138,7 +138,8 @@ def write_media(
     Args:
         path: a .mp4, .webm, .gif, .png, .jpg, .webp, .wav or .flac file, or a folder (see
             `choose_format`).
-        frames: `[T, H, W, 3]` uint8; None for sound alone.
+        frames: `[T, H, W, 3]` uint8; None for sound alone. Of `[T, H, W, 4]`, png, webp and folders keep
+            the transparency, and other formats show white there.
         fps: frames per second, above 0; png files and folders do not store it. A gif counts in
             hundredths of a second and shows at most 50 frames per second.
         sound: sound of the clip: the track of an mp4 or webm, and `sound.wav` in a folder. Other formats
@@ -159,7 +160,8 @@ def write_media(
     def write(part: Path) -> None:
         if frames is not None:
             writer = _write_folder if chosen == FOLDER else WRITERS[f".{chosen}"]
-            writer(part, frames, fps, sound)
+            keeps_alpha = chosen in (FOLDER, "png", "webp")
+            writer(part, frames if keeps_alpha else lay_on_white(frames), fps, sound)
         elif sound is not None:
             write_sound(part, sound, chosen)
 
@@ -320,10 +322,10 @@ def to_uint8(frames: np.ndarray[Any, Any]) -> Frames:
     """Convert frames to 8 bits, rounded to nearest; values outside 0 to 1 are clamped.
 
     Args:
-        frames: `[T, H, W, 3]` floating, 0 (black) to 1 (white).
+        frames: `[T, H, W, C]` floating, 0 (black) to 1 (white).
 
     Returns:
-        The frames as `[T, H, W, 3]` uint8.
+        The frames as `[T, H, W, C]` uint8.
 
     Raises:
         NonFiniteError: a value is NaN or Inf.
@@ -348,7 +350,7 @@ def draw_preview(frames: Frames) -> str:
     """Draw at most four frames of a clip side by side, at most 72 pixels high, as WebP in base64.
 
     Args:
-        frames: `[T, H, W, 3]` uint8.
+        frames: `[T, H, W, 3]` or `[T, H, W, 4]` uint8.
     """
     import base64
     import io
@@ -357,7 +359,7 @@ def draw_preview(frames: Frames) -> str:
     from PIL import Image
 
     chosen = frames[np.linspace(0, len(frames) - 1, min(4, len(frames))).round().astype(int)]
-    strip = Image.fromarray(np.concatenate(list(chosen), axis=1))
+    strip = Image.fromarray(np.concatenate(list(lay_on_white(chosen)), axis=1))
     if strip.height > 72:
         strip = strip.resize((max(1, round(strip.width * 72 / strip.height)), 72))
     held = io.BytesIO()

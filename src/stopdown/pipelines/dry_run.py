@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from stopdown.component_calls.component_interception import intercept_components
@@ -33,7 +32,12 @@ from stopdown.module_calls.call import map_tensors
 from stopdown.module_calls.callee import Callee
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.allowed_sizes import choose_own_sides, find_own_sides
-from stopdown.pipelines.requests import PROMPTS, list_needed_arguments, list_own_arguments
+from stopdown.pipelines.requests import (
+    PROMPTS,
+    find_picture_mode,
+    list_needed_arguments,
+    list_own_arguments,
+)
 from stopdown.pipelines.skeletons import copy_empty_module
 from stopdown.scaling import ComponentCall, Rank, intercept
 from stopdown.sources.library_messages import quiet_libraries
@@ -387,7 +391,7 @@ def make_arguments(pipe: Any) -> dict[str, Any]:
     from PIL import Image  # Diffusers brings it
 
     height, width = find_own_sides(pipe) or (_SIDE, _SIDE)
-    picture = Image.fromarray(np.zeros((height, width, 3), np.uint8))
+    picture = Image.new(find_picture_mode(pipe), (width, height))
     for name in ("image", "images"):
         if name in taken and taken[name].default in (None, inspect.Parameter.empty):
             arguments[name] = picture

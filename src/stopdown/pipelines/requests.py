@@ -479,7 +479,7 @@ def build_arguments(pipe: Any, request: Request) -> dict[str, Any]:
     taken = inspect.signature(type(pipe).__call__).parameters
     arguments = name_pipeline_arguments(type(pipe), request)
     arguments = {**list_own_arguments(pipe), **list_own_sides(pipe, request), **arguments}
-    arguments |= _prepare_media(arguments, request)
+    arguments |= _prepare_media(arguments, request, find_picture_mode(pipe))
     if "generator" in taken:
         import torch
 
@@ -703,7 +703,15 @@ def _say_how(pipeline_class: type, arguments: list[str]) -> str:
     return " ".join(said)
 
 
-def _prepare_media(arguments: dict[str, Any], request: Request) -> dict[str, Any]:
+def find_picture_mode(pipe: Any) -> str:
+    """Return the mode of the PIL images that a pipeline encodes: `RGBA` if its autoencoder reads an alpha
+    channel, as that of Qwen-Image-Layered, else `RGB`.
+    """
+    config = getattr(getattr(pipe, "vae", None), "config", {})
+    return "RGBA" if config.get("input_channels") == 4 else "RGB"
+
+
+def _prepare_media(arguments: dict[str, Any], request: Request, mode: str) -> dict[str, Any]:
     """Convert pictures, masks and videos in the arguments to PIL images; resize pictures as requested."""
     from PIL import Image
 
@@ -711,7 +719,7 @@ def _prepare_media(arguments: dict[str, Any], request: Request) -> dict[str, Any
     for name in ("image", "images", "control_image", *_NAMES["mask"]):
         if name in arguments:
             picture = Image.fromarray(arguments[name])
-            picture = picture.convert("L") if name in _NAMES["mask"] else picture
+            picture = picture.convert("L" if name in _NAMES["mask"] else mode)
             size = (request.width or picture.width, request.height or picture.height)
             picture = picture if size == picture.size else picture.resize(size)
             prepared[name] = [picture] if name == "images" else picture

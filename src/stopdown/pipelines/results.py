@@ -38,7 +38,7 @@ class Result:
     """Output of a pipeline as arrays.
 
     Attributes:
-        frames: `[T, H, W, 3]` floating in [0, 1] (NaN possible); None for sound alone.
+        frames: `[T, H, W, 3]` or `[T, H, W, 4]`, floating in [0, 1] (NaN possible); None for sound alone.
         samples: `[channels, samples]` or `[samples]` floating; None without sound.
         rate: samples per second; 0 without sound.
         fps: frames per second for which they were made: those that match the sound, else those of
@@ -119,15 +119,20 @@ def check_format(pipeline_class: type, request: Request, output: str) -> None:
             )
         frames = frames or (2 if suffix in SOUNDS else None)
     else:
-        frames = count_results(request.arguments) if kind == "picture" else 0
+        frames = count_results(pipeline_class, request.arguments) if kind == "picture" else 0
     require_encoder(choose_format(output, frames))
 
 
-def count_results(arguments: Mapping[str, Any]) -> int:
-    """Return how many pictures or videos a call makes at a time: those for each prompt, of all prompts."""
+def count_results(pipeline_class: type, arguments: Mapping[str, Any]) -> int:
+    """Return how many pictures or videos a call makes at a time: those for each prompt, of all prompts.
+
+    Pipelines that take a picture apart into layers make one picture for each layer.
+    """
     names = ("num_images_per_prompt", "num_videos_per_prompt")
     each, prompts = next(filter(None, map(arguments.get, names)), 1), arguments.get("prompt")
-    return int(each) * (len(prompts) if isinstance(prompts, list) else 1)
+    taken = inspect.signature(pipeline_class.__call__).parameters
+    layers = arguments.get("layers") or (taken["layers"].default if "layers" in taken else 1)
+    return int(each) * int(layers) * (len(prompts) if isinstance(prompts, list) else 1)
 
 
 def _refuse_several_videos(pipeline_class: type, request: Request) -> None:
@@ -148,13 +153,16 @@ def count_frames(pipe: Any, arguments: Mapping[str, Any]) -> int | None:
     if kind == "sound":
         return 0
     if kind == "picture":
-        return count_results(arguments)
+        return count_results(pipeline_class, arguments)
     is_told = any(find_pipeline_argument(name, pipeline_class) for name in ("frames", "video"))
     return find_frames(pipe, dict(arguments)) if is_told else None
 
 
 def read_frames(output: Any) -> np.ndarray[Any, Any]:
-    """Return a pipeline's numpy output as `[T, H, W, 3]`, floating in [0, 1] (NaN possible)."""
+    """Return a pipeline's numpy output as `[T, H, W, 3]`, floating in [0, 1] (NaN possible).
+
+    A picture taken apart is `[T, H, W, 4]`, with the lowest layer first.
+    """
     import numpy as np
 
     found = _take(output, _VIDEO)
@@ -163,7 +171,7 @@ def read_frames(output: Any) -> np.ndarray[Any, Any]:
     pictures = np.asarray(_take(output, _PICTURE))
     if "Normals" in type(output).__name__:  # of Marigold: directions, each coordinate in [-1, 1]
         pictures = (pictures + 1) / 2
-    if pictures.ndim == 5:  # of ShapE: views of an object from all sides
+    if pictures.ndim == 5:  # of ShapE: views of an object from all sides; of Qwen-Image: layers
         pictures = pictures[0]
     return np.repeat(pictures, 3, -1) if pictures.shape[-1:] == (1,) else pictures
 

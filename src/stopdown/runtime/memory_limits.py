@@ -165,7 +165,7 @@ def _bound_run(loaded: AppliedPlan, request: Request, device: Device) -> int:
         default = getattr(taken.get(name), "default", None)
         found = arguments.get(name) or (default if isinstance(default, int) else side)
         sides.append(int(found))
-    pixels = count_results(arguments) * find_frames(pipe, arguments) * math.prod(sides)
+    pixels = count_results(type(pipe), arguments) * find_frames(pipe, arguments) * math.prod(sides)
     modules = find_components(pipe).values()
     weights = sum(x.nbytes for module in modules for x in module.parameters())
     formats = {decision.precision for decision in loaded.decisions}

@@ -60,7 +60,8 @@ def count_bad(output: Any) -> tuple[int, int, int]:
 
 
 def collect_videos(output: Any) -> list[np.ndarray[Any, Any]]:
-    """Collect the videos and pictures in a pipeline's output, each `[T, H, W, 3]` uint8.
+    """Collect the videos and pictures in a pipeline's output, each `[T, H, W, 3]` uint8, or
+    `[T, H, W, 4]` for a picture in layers.
 
     Latents and other values are left out.
     """
@@ -93,7 +94,8 @@ def _stack(pictures: Any) -> np.ndarray[Any, Any] | None:
         array = np.stack([_to_array(picture) for picture in pictures])
     except (TypeError, ValueError, RuntimeError):
         return None
-    if array.ndim < _WHOLE_VIDEO or array.shape[-1] != 3:
+    is_tensor = any(isinstance(x, torch.Tensor) for x in pictures)  # four channels may be latents
+    if array.ndim < _WHOLE_VIDEO or array.shape[-1] not in ((3,) if is_tensor else (3, 4)):
         return None
     if array.dtype == np.uint8:
         return array
