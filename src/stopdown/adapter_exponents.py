@@ -121,7 +121,8 @@ def _choose_share(down: torch.Tensor, up: torch.Tensor, rows: torch.Tensor) -> i
 
 
 def _log2_amax(tensor: torch.Tensor) -> float:
-    amax = float(tensor.detach().abs().max()) if tensor.numel() and not tensor.is_meta else 0.0
+    has_values = tensor.numel() and not tensor.is_meta
+    amax = float(tensor.detach().float().abs().max()) if has_values else 0.0  # of fp8, too
     return math.log2(amax) if 0.0 < amax < math.inf else -math.inf
 
 

@@ -660,8 +660,41 @@ def test_a_dtype_that_loses_a_bit_becomes_fp32(tmp_path: Path) -> None:
     assert torch.float32 in {up.dtype, down.dtype}
 
 
+def test_a_folder_for_comfyui_names_its_components(tmp_path: Path) -> None:
+    """The folder that `convert --to comfyui` wrote does what the file of the layer in it does."""
+    file = tmp_path / "models" / "diffusion_models" / "flux-transformer.safetensors"
+    file.parent.mkdir(parents=True)
+    exponents = {EXPONENTS_ENTRY: json.dumps({"single_blocks.0.linear2.weight": -5})}
+    save_file({"single_blocks.0.linear2.weight": torch.ones(WIDTH, 16)}, file, exponents)
+    layer = "lora_unet_single_blocks_0_linear2"
+    tensors = {
+        f"{layer}.lora_down.weight": torch.ones(RANK, 16),
+        f"{layer}.lora_up.weight": torch.ones(WIDTH, RANK),
+    }
+    lora = write(tensors, tmp_path / "lora.safetensors")
+    for number, plan in enumerate((tmp_path / "models", file)):
+        convert_lora(lora, tmp_path / f"{number}.safetensors", plan)
+    whole, alone = (load_file(tmp_path / f"{number}.safetensors") for number in range(2))
+    assert whole.keys() == tensors.keys()
+    assert all(torch.equal(whole[name], alone[name]) for name in tensors)
+    assert not all(torch.equal(whole[name], tensors[name]) for name in tensors)
+
+
 # ---------------------------------------------------------------------------------------------
 # Refusals
+
+
+def test_a_lora_in_fp8_is_refused(tmp_path: Path) -> None:
+    """Powers of two would leave its range, and it says so for the layer."""
+    write_converted(tmp_path / "model.safetensors")
+    layer = "diffusion_model.single_blocks.0.linear2"
+    tensors = {
+        f"{layer}.lora_A.weight": torch.ones(RANK, 16).to(torch.float8_e4m3fn),
+        f"{layer}.lora_B.weight": torch.ones(WIDTH, RANK).to(torch.float8_e4m3fn),
+    }
+    lora = write(tensors, tmp_path / "lora.safetensors")
+    with pytest.raises(OptionError, match=r"linear2: a tensor of it is torch\.float8_e4m3fn"):
+        convert_lora(lora, tmp_path / "out.safetensors", tmp_path / "model.safetensors")
 
 
 def list_mistakes(made: Made, folder: Path) -> dict[str, tuple[Path, Path, str]]:

@@ -76,6 +76,16 @@ def test_the_plan_is_made_once(cogvideox: Path, monkeypatch: pytest.MonkeyPatch)
     assert list((cache_folder() / "plans").glob("*.json"))
 
 
+def test_a_model_is_loaded_from_its_own_folder(
+    cogvideox: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pipeline above is found from inside, too, where the folder is `.`."""
+    monkeypatch.chdir(cogvideox / "transformer")
+    kind = type(testing.make_pipeline("cogvideox").transformer)
+    config = stopdown.StopdownConfig()
+    assert kind.from_pretrained(".", torch_dtype=FP16, quantization_config=config).dtype == FP16
+
+
 def test_a_denoiser_without_its_pipeline_is_refused(cogvideox: Path, tmp_path: Path) -> None:
     """Nothing tells how it is called; the error says what to load."""
     shutil.copytree(cogvideox / "transformer", tmp_path / "alone" / "transformer")

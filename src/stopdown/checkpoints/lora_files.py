@@ -57,6 +57,7 @@ from stopdown.sources.lora_names import (
     list_layers,
     split_lora_name,
 )
+from stopdown.sources.single_file_names import find_comfyui_folder
 from stopdown.sources.source import Source, list_weight_files
 from stopdown.sources.sources import resolve_source
 
@@ -183,7 +184,7 @@ def _read_converted(path: Path) -> Weights:
     folds: dict[str, dict[str, Folds]] = {}
     seals: list[str] = []
     for file in files:
-        component = "" if file == path or file.parent == path else file.parent.name
+        component = "" if file == path or file.parent == path else _name_component(file)
         with refusing_damage(f"{file} is", "Convert it again."):
             held = {name: x.shape for name, x in read_header(file).items()}
             metadata = read_metadata(file)
@@ -206,7 +207,17 @@ def _read_converted(path: Path) -> Weights:
             remedy='Convert the model again, or give its plan: plan="plan.json".',
         )
     seal = seals[0].rpartition(" ")[2] or path.name
-    return Weights(shapes, folds, seal, folder=path if path.is_dir() else None)
+    is_pipeline = (path / "model_index.json").is_file()
+    return Weights(shapes, folds, seal, folder=path if is_pipeline else None)
+
+
+def _name_component(file: Path) -> str:
+    """Name the component of a weight file in a folder, as its own folder in Diffusers' layout does, or the
+    end of its name in ComfyUI's.
+    """
+    last = file.stem.rpartition("-")[2]
+    is_comfyui = file.stem != last and find_comfyui_folder(last) == file.parent.name
+    return last if is_comfyui else file.parent.name
 
 
 def _read_planned(plan: Plan) -> Weights:
@@ -314,11 +325,11 @@ def _scale_all(
                     f"it is for a weight of {wrong}, and that of the model is {_show(shape)}"
                 )
             made = find_part_exponents(parts, rows, bias, weights.read_columns(layer))
+            for role, exponents in made.items():
+                written[roles[role]] = _scale(parts[role], exponents)
         except ScalingError as error:
             problems.append(f"{stem}: {error.what}")
             continue
-        for role, exponents in made.items():
-            written[roles[role]] = _scale(parts[role], exponents)
         changed[layer.component] += len(made)
     _refuse(path, strange, problems, len(groups))
     return written, changed

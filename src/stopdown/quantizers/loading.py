@@ -333,7 +333,7 @@ class ModelLoad(SameInCopies):
 
     def _choose_plan(self, module: torch.nn.Module, files: Sequence[Path]) -> tuple[Plan, str]:
         """Choose or make the plan of a model; return it with the component's name by its folder."""
-        folder = files[0].parent if files else Path()
+        folder = files[0].parent.absolute() if files else Path()
         if self.config.plan is not None:
             differences = "; ".join(compare_versions(self.config.plan))
             if differences and not self.config.is_carried:
