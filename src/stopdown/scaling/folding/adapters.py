@@ -38,7 +38,7 @@ from stopdown.adapter_exponents import find_part_exponents
 from stopdown.component_call_names import is_inside
 from stopdown.errors import ScalingError
 from stopdown.fold_names import RESCALED, Folds, spread_columns, spread_rows
-from stopdown.interception.patches import Patches, SameInCopies, call_while_alive
+from stopdown.interception.patches import CHANGING, Patches, SameInCopies, call_while_alive
 from stopdown.interception.tracing import is_traced
 from stopdown.module_calls.adapter_layers import (
     find_role_tensors,
@@ -48,6 +48,7 @@ from stopdown.module_calls.adapter_layers import (
     unwrap_name,
 )
 from stopdown.module_calls.call import are_finite
+from stopdown.numerics import has_values
 from stopdown.scaling.bounds.singular_values import estimate_sigma
 from stopdown.scaling_records import Scaling
 
@@ -61,6 +62,9 @@ MERGING = (
 class AdapterFolds(SameInCopies):
     """Keeps the adapters of one module scaled by the powers of two of the weights that they are added
     to.
+
+    Attributes:
+        merged: paths of the layers that adapters were merged into, or taken out of, since this was emptied.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class AdapterFolds(SameInCopies):
             for name in list_adapter_names(layer)
             if any(f".{name}." in f"{key}." for key in scaling.exponents)
         }
+        self.merged = set[str]()
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def put_on(self, patches: Patches) -> None:
@@ -129,6 +134,11 @@ class AdapterFolds(SameInCopies):
 
         return call
 
+    def follow(self) -> None:
+        """Scale the adapters of every layer, as compiled code can't do in its calls of them."""
+        for followed in self._list_followed():
+            followed.follow()
+
     def _list_followed(self) -> list[_FollowedLayer]:
         return [x for layer in self._layers if (x := _find_followed(layer)) is not None]
 
@@ -173,14 +183,36 @@ class _FollowedLayer(SameInCopies):
         patches.defer(layer.register_forward_pre_hook(self._before_call).remove)
         patches.defer(layer.register_load_state_dict_pre_hook(self._before_states).remove)
         patches.defer(layer.register_state_dict_pre_hook(self._before_states).remove)
-        merging = functools.partial(self.follow, is_merging=True)
         for method in ("merge", "unmerge"):
-            patches.set_attribute(layer, method, _after(merging, getattr(layer, method)))
+            patches.set_attribute(layer, method, _after(self._merge, getattr(layer, method)))
+        patches.set_attribute(layer, "update_layer", _after(self._renew, layer.update_layer))
+        self._count_write()
 
     def release(self) -> None:
         """Restore the unscaled values of the adapters; the next call scales them again."""
         while self._done:
             self._done.popitem()[1][2].undo()
+
+    def _renew(self) -> None:
+        """Release the adapters before another one is made, maybe of them (`add_weighted_adapter`)."""
+        self.release()
+        self._count_write()
+
+    def _merge(self) -> None:
+        self.follow(is_merging=True)
+        self._folds.merged.add(unwrap_name(self._folds.paths[self._base]))
+
+    def _count_write(self) -> None:
+        """Have the layer's weight compared before the next call: PEFT changes it through `.data`, which
+        counts as no write, for adapters that begin with a part of it (PiSSA, OLoRA).
+        """
+        weight = getattr(self._base, "weight", None)
+        if isinstance(weight, torch.Tensor) and has_values(weight):
+            weight.detach()[:0].zero_()
+
+    @property
+    def _base(self) -> Any:
+        return self._layer().get_base_layer()  # type: ignore[union-attr]
 
     def _before_call(self, layer: Any, args: Any) -> None:
         if layer is self._layer() and not is_traced():
@@ -199,19 +231,20 @@ class _FollowedLayer(SameInCopies):
         """
         layer: Any = self._layer()
         names = list_adapter_names(layer) - self._folds.planned
-        for name in self._done.keys() - names:
-            del self._done[name]
-        for name in names:
-            parts = find_role_tensors(layer, name)
-            is_merged = is_merging or name in layer.merged_adapters
-            state = (is_merged, *map(id, parts.values()))
-            held = self._done.get(name)
-            if held is not None and held[0] == state:
-                continue
-            if held is not None:
-                held[2].undo()
-            patches = self._fold(name, parts, is_merged)
-            self._done[name] = state, list(parts.values()), patches
+        with CHANGING:  # several threads may call the layer first
+            for name in self._done.keys() - names:
+                del self._done[name]
+            for name in names:
+                parts = find_role_tensors(layer, name)
+                is_merged = is_merging or name in layer.merged_adapters
+                state = (is_merged, *map(id, parts.values()))
+                held = self._done.get(name)
+                if held is not None and held[0] == state:
+                    continue
+                if held is not None:
+                    held[2].undo()
+                patches = self._fold(name, parts, is_merged)
+                self._done[name] = state, list(parts.values()), patches
 
     def _fold(self, name: str, parts: Mapping[str, torch.Tensor], is_merged: bool) -> Patches:
         """Multiply an adapter's tensors by its layer's powers of two; undoing the returned patches
@@ -229,6 +262,12 @@ class _FollowedLayer(SameInCopies):
         base, folds, patches = layer.get_base_layer(), self._folds, Patches()
         path = unwrap_name(folds.paths[base])
         try:
+            given = [x for x, part in parts.items() if not isinstance(part, torch.nn.Parameter)]
+            if given and "lora_A" in parts:
+                raise ScalingError(
+                    f"its {given[0]} is the caller's own tensor (torch.func.functional_call), which would "
+                    "be scaled there"
+                )
             if lost := [role for role, part in parts.items() if not are_finite(part)]:
                 raise ScalingError(
                     f"its {lost[0]} holds Inf or NaN (an adapter is cast to the model's dtype as it's "
@@ -321,11 +360,11 @@ def _scale_norm(layer: Any, name: str, exponents: torch.Tensor) -> None:
 
 
 def _is_fresh(weight: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a DoRA is untrained, with the row norms of the present weight as magnitudes.
+    """Return whether a DoRA has the row norms of the present weight as magnitudes, as PEFT makes it.
 
     Its magnitudes are then those of the scaled weight already.
     """
-    if weight.is_meta or parts["lora_B"].any():
+    if weight.is_meta:
         return False
     norms = torch.linalg.vector_norm(weight.detach().float(), dim=tuple(range(1, weight.dim())))
     measured = parts["magnitude"].detach().float().reshape(-1)

@@ -38,7 +38,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.errors import ScalingError, warn_user
-from stopdown.fold_names import find_folded_parts
+from stopdown.fold_names import RESCALED, find_folded_parts
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.patches import (
@@ -67,6 +67,7 @@ from stopdown.module_calls.outermost_calls import is_plain, listen
 from stopdown.module_calls.step_caches import clear_caches
 from stopdown.number_formats import list_some
 from stopdown.numerics import has_values, iterate_tensors
+from stopdown.scaling.folding.adapters import AdapterFolds
 from stopdown.scaling.folding.folds import (
     call_unmeasured,
     narrow_if_exact,
@@ -261,8 +262,10 @@ class CallWatch(SameInCopies):
 
         This layer is next to the module, inside casts and a guard. So a guard stores, repairs and compares
         the caller's unscaled values. A replay with other exponents passes through here too, and is not
-        multiplied.
+        multiplied. Adapters are scaled here, before code that may be compiled.
         """
+        if isinstance(folds := vars(module).get(RESCALED), AdapterFolds):
+            folds.follow()
         found = _thread.scaled
         if found is None or found[0].module is not module or not found[0].is_in_force:
             return call.proceed()

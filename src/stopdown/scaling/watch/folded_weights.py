@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from stopdown.errors import ScalingError
-from stopdown.fold_names import find_folded_parts, split_fold_name
+from stopdown.fold_names import RESCALED, find_folded_parts, split_fold_name
 from stopdown.interception.arguments import count_writes
 from stopdown.interception.module_paths import list_tensor_places
 from stopdown.interception.patches import Patches, SameInCopies
@@ -27,7 +27,7 @@ from stopdown.module_calls.adapter_layers import unwrap_name
 from stopdown.module_calls.outermost_calls import is_in_training, is_plain
 from stopdown.number_formats import list_some, name_dtype
 from stopdown.numerics import has_values
-from stopdown.scaling.folding.adapters import refuse_gradient
+from stopdown.scaling.folding.adapters import AdapterFolds, refuse_gradient
 from stopdown.scaling_records import Scaling
 
 
@@ -140,7 +140,16 @@ class FoldedWeights(SameInCopies):
             )
 
     def list_changed(self) -> list[str]:
-        """List the scaled weights that were rewritten. Cost: as of `check`."""
+        """List the scaled weights that were rewritten, by others than adapters that were merged.
+
+        Cost: as of `check`.
+        """
+        folds = vars(self._module).get(RESCALED)
+        if isinstance(folds, AdapterFolds) and folds.merged:
+            for one in self._weights:
+                if one.name.rpartition(".")[0] in folds.merged:
+                    one.note()
+            folds.merged.clear()
         return [x.name for x in self._weights if x.has_moved() and not x.accept()]
 
 
@@ -186,9 +195,15 @@ class _Weight:
         if has_values(tensor):
             if not self.is_like(tensor):
                 return False
-            self.sample, self.version = _sample(tensor), count_writes(tensor)
+            self.note()
         self.tensor = tensor
         return True
+
+    def note(self) -> None:
+        """Record the values that the module's tensor has now. Cost: a host read."""
+        tensor = self.holder[self.key]
+        if has_values(tensor):
+            self.sample, self.version = _sample(tensor), count_writes(tensor)
 
     def is_like(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has the recorded values, both rounded to the narrower of their dtypes,

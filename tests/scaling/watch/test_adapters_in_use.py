@@ -1,0 +1,183 @@
+"""Adapters of a rescaled module as programs use them: compiled, in threads, made of others, in copies.
+
+In fp32 every bit is that of the same steps on the original.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stopdown.errors import ScalingError
+from stopdown.numerics import relative_l2
+from stopdown.scaling.folding.adapters import _FollowedLayer
+from stopdown.scaling.rescale import rescale_
+
+peft = pytest.importorskip("peft", reason="peft puts LoRA on; it is in the extra `adapters`")
+
+
+class Net(nn.Module):
+    """A residual stream beyond fp16, up to a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = (nn.Linear(16, 16) for _ in range(3))
+        self.inner, self.norm = nn.LayerNorm(16), nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.out(self.norm(x + self.second(self.inner(x))))
+
+
+@pytest.fixture
+def pair() -> tuple[Net, Net, torch.Tensor]:
+    """A rescaled module, the original, and the argument of a call."""
+    torch.manual_seed(0)
+    original = Net().eval().requires_grad_(False)
+    for layer in (original.first, original.second):
+        layer.weight.mul_(2.0**18)
+    module, x = copy.deepcopy(original), torch.randn(3, 16)
+    rescaling = rescale_(module, x)
+    assert {"first.weight", "second.weight"} <= rescaling.exponents.keys()
+    assert not rescaling.multiplies
+    return module, original, x
+
+
+def add(module: nn.Module, name: str = "one", **options: Any) -> Any:
+    """A LoRA on two layers that have exponents, with random matrices."""
+    torch.manual_seed(len(name))
+    options = {"init_lora_weights": False, "target_modules": ["first", "second"], **options}
+    config = peft.LoraConfig(r=2, lora_alpha=2000, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a second adapter
+        made = peft.inject_adapter_in_model(config, module, adapter_name=name)
+    return made.requires_grad_(False)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_lora_on_compiled_code_is_scaled(pair: Any, is_first: bool, is_wrapped: bool) -> None:
+    """Compiled code ran past the hooks that scale it, and added it 64 times too large."""
+    module, original, x = pair
+    for one in (module, original) if is_first else ():
+        add(one)
+    module.compile(backend="eager")
+    called = torch.compile(module, backend="eager") if is_wrapped else module
+    assert torch.equal(called(x), original(x))
+    for one in () if is_first else (module, original):
+        add(one)
+    assert torch.equal(called(x), original(x))
+
+
+def test_two_threads_scale_a_lora_once(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both found it unscaled at their first call, and both scaled it, for good."""
+    module, original, x = pair
+    together, fold = threading.Barrier(2), _FollowedLayer._fold
+
+    def wait(*args: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(timeout=0.5)
+        return fold(*args)
+
+    for one in (module, original):
+        add(one)
+    monkeypatch.setattr(_FollowedLayer, "_fold", wait)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(module, [x, x]))
+    assert all(torch.equal(y, original(x)) for y in found)
+
+
+@pytest.mark.parametrize("how", ["linear", "svd"])
+def test_a_lora_is_made_of_two_scaled_ones(pair: Any, how: str) -> None:
+    """The sum was made of scaled matrices, and scaled again."""
+    module, original, x = pair
+    made = []
+    for one in (module, original):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(
+            r=2, lora_alpha=2000, target_modules=["first"], init_lora_weights=False
+        )
+        model = peft.get_peft_model(one, config, adapter_name="one")
+        model.add_adapter("two", config)
+        model(x)
+        model.add_weighted_adapter(["one", "two"], [0.5, 0.7], "both", combination_type=how)
+        model.set_adapter("both")
+        made.append(model(x))
+    assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("kind", ["pissa", "olora"])
+@pytest.mark.parametrize("is_second", [False, True])
+def test_a_lora_that_takes_a_part_of_the_weight_is_refused(
+    pair: Any, is_second: bool, kind: str
+) -> None:
+    """PEFT made it of the scaled weight, and it was scaled again."""
+    module, original, x = pair
+    for one in (module, original) if is_second else ():
+        add(one)
+        one(x)
+    add(module, "part", init_lora_weights=kind)
+    with pytest.raises(ScalingError, match=r"2 weights of Net were rewritten"):
+        module(x)
+
+
+def test_a_weight_that_a_lora_was_merged_into_is_as_it_should_be(pair: Any) -> None:
+    """Another adapter comes later: the weight is compared with what the merge left."""
+    module, original, x = pair
+    for one in (module, original):
+        add(one)
+        one(x)
+        for layer in (one.first, one.second):
+            layer.merge()
+        add(one, "later")
+    assert torch.equal(module(x), original(x))
+    with torch.no_grad():
+        module.first.get_base_layer().weight.copy_(original.first.get_base_layer().weight)
+    with pytest.raises(ScalingError, match=r"weights of Net were rewritten.*first\.weight"):
+        module(x)
+
+
+def call_plainly(call: Callable[..., Any], given: dict[str, torch.Tensor]) -> Any:
+    return call(given)
+
+
+def call_in_vmap(call: Callable[..., Any], given: dict[str, torch.Tensor]) -> Any:
+    return torch.vmap(call)({name: x[None] for name, x in given.items()})
+
+
+@pytest.mark.parametrize("way", [call_plainly, torch.func.grad, call_in_vmap])
+def test_matrices_that_a_caller_gives_are_refused(pair: Any, way: Any) -> None:
+    """They were scaled in the caller's own dict, or the check of them ended in a raw error."""
+    module, _, x = pair
+    add(module)
+    given = {name: value.detach().clone() for name, value in module.named_parameters()}
+    given = {name: value for name, value in given.items() if "lora" in name}
+    held = copy.deepcopy(given)
+
+    def call(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(module, tensors, x).sum()
+
+    with pytest.raises(ScalingError, match=r"is the caller's own tensor"):
+        way(call)(given) if way is torch.func.grad else way(call, given)
+    assert all(torch.equal(given[name], value) for name, value in held.items())
+
+
+def test_a_dora_that_was_written_into_before_its_first_call(pair: Any) -> None:
+    """Its magnitudes are PEFT's, of the scaled weight, even if its matrices aren't zero."""
+    module, original, x = pair
+    for one in (module, original):
+        add(one, use_dora=True, init_lora_weights=True)
+        for layer in (one.first, one.second):
+            torch.manual_seed(1)
+            layer.lora_B["one"].weight.normal_()
+    assert relative_l2(module(x), original(x)) < 1e-5
