@@ -232,7 +232,7 @@ def is_away(tensor: torch.Tensor) -> bool:
 
 def is_readable(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has readable floating values of 16 or more bits, which can be compared."""
-    return tensor.is_floating_point() and tensor.element_size() > 1 and has_values(tensor)
+    return tensor.is_floating_point() and has_values(tensor) and tensor.element_size() > 1
 
 
 @without_autocast()

@@ -56,6 +56,47 @@ def test_a_healthy_pipeline_has_no_finding() -> None:
     assert check(pipe, device="a100", arguments=CALL) == []
 
 
+def _cast_by_layer(pipe: Any) -> None:
+    pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.bfloat16)
+
+
+def _offload_by_group(pipe: Any) -> None:
+    cpu = torch.device("cpu")
+    pipe.transformer.enable_group_offload(cpu, cpu, offload_type="leaf_level")
+
+
+def _compile(pipe: Any) -> None:
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+
+
+@pytest.mark.parametrize("prepare", [_cast_by_layer, _offload_by_group, _compile])
+def test_what_diffusers_puts_on_a_model_is_no_fault(prepare: Callable[[Any], None]) -> None:
+    """The copy that is checked ran the original's code and its fp8 weights, or couldn't be made."""
+    pipe = make_pipeline("cogvideox", dtype=torch.bfloat16)
+    prepare(pipe)
+    assert check(pipe, device="a100", arguments=CALL) == []
+    pipe.transformer.get_submodule(BLOCK).float()
+    if prepare is not _cast_by_layer:  # whose hook casts that back
+        (found,) = check(pipe, device="a100", arguments=CALL)
+        assert (found.kind, found.module_path) == ("mixed-parameters", f"transformer:{BLOCK}")
+
+
+def test_mending_leaves_weights_that_are_stored_in_fp8() -> None:
+    """Norms and whatever else isn't stored in fp8 were cast to it, and so were all arguments."""
+    pipe = make_pipeline("cogvideox", dtype=torch.bfloat16)
+    _cast_by_layer(pipe)
+    norm = pipe.transformer.norm_final
+    assert pipe.transformer.patch_embed.proj.weight.dtype == torch.bfloat16
+    norm.float()
+    before = {name: x.dtype for name, x in pipe.transformer.named_parameters()}
+    done = mend(pipe, device="a100", arguments=CALL).done
+    assert done == ("transformer: 2 parameters cast to bf16, as the rest.",)
+    after = {name: x.dtype for name, x in pipe.transformer.named_parameters()}
+    changed = {name: dtype for name, dtype in after.items() if dtype != before[name]}
+    assert set(changed.values()) == {torch.bfloat16}
+    assert all(name.startswith("norm_final.") for name in changed)
+
+
 @pytest.mark.thorough
 def test_mending_unifies_the_component_and_comes_off() -> None:
     """The linear is cast to the rest, nothing is left to find, and undo restores every bit."""

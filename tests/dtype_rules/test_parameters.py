@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from models.packed_weights import Packed
 from stopdown.dtype_rules.parameters import (
     check_dtypes,
     check_files,
@@ -55,6 +56,38 @@ class Half(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=x) for x in dtypes)
         self.norm = nn.LayerNorm(4).half()
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.ones(4, 4).to(torch.float8_e4m3fnuz),
+        torch.ones(4, 4).to(torch.float8_e8m0fnu),
+        Packed(torch.ones(4, 4, dtype=torch.int8)),
+        nn.UninitializedParameter(),
+    ],
+    ids=["fp8 of AMD", "scales", "packed", "lazy"],
+)
+def test_weights_without_readable_values_are_passed_over(weight: torch.Tensor) -> None:
+    """They ended in a raw KeyError, NotImplementedError or ValueError."""
+    layer = nn.Linear(4, 4, dtype=torch.float16)
+    is_made = isinstance(weight, nn.Parameter)
+    layer.weight = weight if is_made else nn.Parameter(weight, requires_grad=False)
+    with torch.no_grad():
+        layer.bias[0] = math.nan
+    for precisions in ({}, {"unet": "fp16"}):
+        (found,) = check_parameters({"unet": layer}, precisions)
+        assert (found.kind, found.module_path) == ("weight-not-finite", "unet:bias")
+
+
+def test_weights_stored_in_fp8_are_no_other_dtype() -> None:
+    """fp8 is for storage; a layer in fp32 beside them is found, and cast to what the others compute in."""
+    module = Half(torch.float16, torch.float16, torch.float16)
+    module.layers[:2].to(torch.float8_e4m3fn)
+    assert list(check_dtypes({"unet": module})) == []
+    module.norm.float()
+    (found,) = check_dtypes({"unet": module})
+    assert found.evidence.endswith("fp32, where most of the component is fp16.")
 
 
 def test_a_layer_of_another_dtype_is_found_once() -> None:

@@ -22,7 +22,7 @@ from stopdown.component_call_names import name_module_path
 from stopdown.component_calls.components import read_precisions
 from stopdown.devices.backend_rules import Place
 from stopdown.dtype_rules.observations import Case, Judge, Observation
-from stopdown.dtype_rules.parameters import find_kept_parameters
+from stopdown.dtype_rules.parameters import find_kept_parameters, list_computing
 from stopdown.dtype_rules.tracer import (
     DtypeOrigin,
     Walk,
@@ -166,7 +166,7 @@ class DtypeListener(Listener):
         """Record facts about a component call, and pause the check of the code outside components."""
         self._around.is_paused = True
         module, callee = run.call.callee.owner, run.call.callee
-        precisions = read_precisions(module)
+        precisions = list_computing(module) or read_precisions(module)
         main = precisions[0] if precisions else None
         seen = self._result.callees.setdefault(
             callee.name, CallStats(callee.component_name, callee.name, type(module).__name__, main)

@@ -20,11 +20,15 @@ from typing import Any
 import torch
 
 from stopdown.component_call_names import name_module_path, split_module_path
-from stopdown.component_calls.components import find_components, read_precisions
+from stopdown.component_calls.components import find_components
 from stopdown.devices.device_choice import name_device
 from stopdown.dtype_rules.check import CheckResult, inspect_pipeline, validate_call
 from stopdown.dtype_rules.findings import generalise
-from stopdown.dtype_rules.parameters import find_kept_parameters, find_widening
+from stopdown.dtype_rules.parameters import (
+    find_kept_parameters,
+    find_widening,
+    list_computing,
+)
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.callee import Callee
@@ -171,13 +175,14 @@ def _mend_one(
 
 
 def _unify(case: _Case) -> str:
-    main = read_precisions(case.module)[0]
+    main = list_computing(case.module)[0]
     kept_fp32 = find_kept_parameters(case.module, name_dtype(main))
     wide = find_widening(case.module, case.name, case.widening)
     names = [
         key
         for key, tensor in case.module.named_parameters()
         if tensor.is_floating_point()
+        and tensor.element_size() > 1
         and tensor.dtype != main
         and key not in kept_fp32
         and not (tensor.dtype == torch.float32 and key.rpartition(".")[0] in wide)
@@ -191,7 +196,7 @@ def _unify(case: _Case) -> str:
 
 
 def _restore_kept(case: _Case) -> str:
-    kept_fp32 = find_kept_parameters(case.module, name_dtype(read_precisions(case.module)[0]))
+    kept_fp32 = find_kept_parameters(case.module, name_dtype(list_computing(case.module)[0]))
     parameters = dict(case.module.named_parameters())
     names = sorted(key for key in kept_fp32 if parameters[key].dtype != torch.float32)
     cast_parameters(case.module, names, torch.float32, case.patches)
@@ -223,7 +228,7 @@ def _widen_parameters(case: _Case) -> str:
 
 
 def _cast_arguments(case: _Case) -> str:
-    main = read_precisions(case.module)[0]
+    main = list_computing(case.module)[0]
     said = (
         f"{case.name}: its arguments are cast to {name_dtype(main)} at each call, its outputs back."
     )

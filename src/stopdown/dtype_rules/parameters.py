@@ -2,8 +2,8 @@
 
 **Catches** several dtypes in one component, modules that their authors keep in fp32 but are not, NaN and
 Inf, and values that a cast would lose.
-**Does not catch** weights whose values are on `meta` or offloaded to disk, and rescaled weights of a
-pipeline from a single file, as it does not keep the file's path.
+**Does not catch** weights whose values are packed, on `meta` or offloaded to disk, and rescaled weights of
+a pipeline from a single file, as it does not keep the file's path.
 """
 
 from __future__ import annotations
@@ -19,10 +19,20 @@ from stopdown.component_calls.components import find_kept_fp32, read_precisions
 from stopdown.dtype_rules.findings import generalise, make_finding
 from stopdown.fold_names import RESCALED
 from stopdown.number_formats import FORMATS, find_format, list_some, name_dtype
-from stopdown.numerics import HALVES
+from stopdown.numerics import HALVES, is_readable
 from stopdown.plans.adapter_check import read_structure
 from stopdown.records import Finding
 from stopdown.sources.headers import read_rescaled
+from stopdown.weight_checks import is_packed
+
+
+def list_computing(module: torch.nn.Module) -> tuple[torch.dtype, ...]:
+    """List the floating dtypes in which a module computes, the most frequent by elements first.
+
+    Those of 8 bits are for storage: layers widen such weights when they are called.
+    """
+    return tuple(x for x in read_precisions(module) if x.itemsize > 1)
+
 
 SUBNORMAL_SHARE = 0.5
 """Share of subnormal values from which a tensor is reported."""
@@ -64,7 +74,7 @@ def check_dtypes(
             fp32.
     """
     for name, module in components.items():
-        precisions = read_precisions(module)
+        precisions = list_computing(module)
         if not precisions or getattr(module, RESCALED, False):
             continue  # a plan decides what stays in fp32, and casts around it
         main = precisions[0]
@@ -101,7 +111,8 @@ def _check_others(
     for path, parameter in module.named_parameters():
         owner = path.rpartition(".")[0]
         is_kept = path in kept_fp32 or (owner in wide and parameter.dtype == torch.float32)
-        if parameter.is_floating_point() and parameter.dtype != main and not is_kept:
+        is_stored = not parameter.is_floating_point() or parameter.element_size() == 1
+        if parameter.dtype != main and not (is_kept or is_stored):
             odd.setdefault(generalise(owner), []).append((path, parameter.dtype))
     for found in odd.values():
         paths = [path for path, _ in found]
@@ -173,7 +184,7 @@ def check_parameters(
         is_rescaled = getattr(module, RESCALED, False)
         kept_fp32 = find_kept_parameters(module, "fp16")
         for path, parameter in module.named_parameters():
-            if parameter.is_floating_point() and not parameter.is_meta:
+            if is_readable(parameter) and not is_packed(parameter):
                 target = precisions.get(name) or name_dtype(parameter.dtype)
                 target = "fp32" if target == "fp16" and path in kept_fp32 else target
                 for found in check_tensor(name_module_path(name, path), parameter.detach(), target):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from stopdown.fold_names import name_parameters
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.kept_state import HeldContainers
 
@@ -69,12 +70,14 @@ def _bypass_hooks(
         is_meant: whether to disable this hook.
     """
     for child in module.modules():
-        registry = vars(child).get("_diffusers_hook")
+        registry: Any = vars(child).get("_diffusers_hook")
         hooks = list(registry.hooks.values()) if registry is not None else []
         if hooks and "forward" in vars(child) and all(map(is_meant, hooks)):
-            innermost = hooks[0]  # a copy must not hold hooks, which would call the original
+            innermost = registry._fn_refs[
+                0
+            ]  # a copy must not hold hooks, which would call the original
             patches.remove_attribute(child, "_diffusers_hook")
-            forward = innermost.fn_ref.original_forward or innermost.fn_ref.forward
+            forward = innermost.original_forward or innermost.forward
             if getattr(forward, "__func__", None) is type(child).forward:
                 patches.remove_attribute(child, "forward")
             else:
@@ -82,6 +85,30 @@ def _bypass_hooks(
         else:
             for hook in filter(is_meant, hooks):
                 _bypass(hook.fn_ref, patches)
+
+
+def share_hooks(module: torch.nn.Module) -> dict[int, Any]:
+    """Return a memo for `copy.deepcopy` of a module that keeps Diffusers' hooks as they are.
+
+    A hook that offloads weights can't be copied. Take it off the copy with `drop_hooks`.
+    """
+    return {id(hook): hook for _, hook in iterate_hooks(module)}
+
+
+def drop_hooks(module: torch.nn.Module, patches: Patches) -> None:
+    """Take all of Diffusers' hooks off a copy of a module: they would run the original's code."""
+    _bypass_hooks(module, lambda _: True, patches)
+
+
+def find_computing_dtypes(module: torch.nn.Module) -> dict[int, torch.dtype]:
+    """Map the `id` of each weight under Diffusers' layerwise casting to the dtype that code sees it in."""
+    return {
+        id(tensor): hook.compute_dtype
+        for path, hook in iterate_hooks(module)
+        if hasattr(hook, "storage_dtype") and hasattr(hook, "compute_dtype")
+        for tensor in name_parameters(module.get_submodule(path)).values()
+        if tensor.is_floating_point()
+    }
 
 
 def _bypass(reference: Any, patches: Patches) -> None:

@@ -123,7 +123,8 @@ def _read_time(autoencoder: dict[str, Any]) -> int:
 
 def find_own_sides(pipe: Any) -> tuple[int, int] | None:
     """Return the height and width, in pixels, in the config of a pipeline's denoiser; None if absent."""
-    part = getattr(pipe, "transformer", None) or getattr(pipe, "unet", None)
+    parts = [getattr(pipe, name, None) for name in ("transformer", "unet")]
+    part = next((x for x in parts if x is not None), None)  # a compiled one has no truth value
     config: Any = getattr(part, "config", None) or {}
     size = config.get("sample_size")
     both = size if isinstance(size, (list, tuple)) else (size, size)

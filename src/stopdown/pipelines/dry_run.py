@@ -342,7 +342,10 @@ def _count_held(pipe: Any) -> int:
 
 def _list_ip_adapters(pipe: Any) -> list[int]:
     """Return the number of input features of each IP-Adapter that was loaded into a pipeline."""
-    denoiser = getattr(pipe, "unet", None) or getattr(pipe, "transformer", None)
+    denoisers = [getattr(pipe, name, None) for name in ("unet", "transformer")]
+    denoiser = next(
+        (x for x in denoisers if x is not None), None
+    )  # a compiled one has no truth value
     found = getattr(denoiser, "encoder_hid_proj", None)
     layers = [
         [x for x in part.modules() if isinstance(x, torch.nn.Linear)]

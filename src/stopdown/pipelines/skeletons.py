@@ -37,6 +37,7 @@ from stopdown.fold_names import name_parameters
 from stopdown.interception.module_paths import OWN_ATTRIBUTES
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.call_interception import copy_layers
+from stopdown.module_calls.step_caches import drop_hooks, find_computing_dtypes, share_hooks
 from stopdown.number_formats import name_dtype
 from stopdown.scaling import Rank
 from stopdown.sources.component_classes import describing_failures, find_class, limited_building
@@ -73,7 +74,8 @@ def copy_skeleton(pipe: Any, torch_dtypes: Mapping[str, torch.dtype] | None = No
     skeleton, memo = copy.copy(pipe), _Memo()
     for name, module in find_components(pipe).items():
         dtype = (torch_dtypes or {}).get(name)
-        vars(skeleton)[name] = _copy_module(module, memo, dtype)
+        plain = getattr(module, "_orig_mod", module)  # of torch.compile
+        vars(skeleton)[name] = _copy_module(plain, memo, dtype)
     vars(skeleton)["scheduler"] = copy.deepcopy(getattr(pipe, "scheduler", None))
     if "_internal_dict" in vars(pipe):
         vars(skeleton)["_internal_dict"] = copy.copy(vars(pipe)["_internal_dict"])
@@ -251,14 +253,16 @@ def _copy_module(
     module: torch.nn.Module, memo: _Memo, dtype: torch.dtype | None
 ) -> torch.nn.Module:
     weights = set(module.state_dict(keep_vars=True))
-    memo.copies.update(renew_fakes(module, memo.mode))
+    memo.copies.update(renew_fakes(module, memo.mode) | share_hooks(module))
+    computing = find_computing_dtypes(module)
     for name, tensor in name_parameters(module).items():
-        wanted = tensor.dtype
+        wanted = computing.get(id(tensor), tensor.dtype)
         if dtype is not None:
             wanted = _choose_loaded(type(module), dtype, name, tensor, name in weights)
         made = memo.make_fake(tensor, wanted)
         memo.copies[id(tensor)] = mark_as_parameter(made) if _is_parameter(tensor) else made
     shadow = copy.deepcopy(module, memo.copies)
+    drop_hooks(shadow, Patches())  # never undone: the copy is thrown away
     for part in shadow.modules():
         _strip_offload(part)
     _teach_casts(shadow)

@@ -263,7 +263,11 @@ def _explain_misfit(plan: Plan, error: ScalingError) -> PlanError:
 def check_plan(pipe: Any, plan: Plan) -> None:
     for entry in plan.components:
         module = find_component(pipe, entry.component)
-        away = [name for name, x in module.named_parameters() if is_away(x)] if module else []
+        away = (
+            [name for name, x in module.named_parameters() if is_away(x)]
+            if module is not None
+            else []
+        )
         if away and entry.precision != "as loaded":
             raise PlanError(
                 f"{entry.component} has no values in {len(away)} of its weights, {away[0]} is the first: "
