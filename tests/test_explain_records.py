@@ -21,7 +21,7 @@ REPAIR = Repair(
     step=0,
     evidence="`transformer` gave 3 NaN.",
     action="rescaled",
-    reason="The values don't fit into fp16.",
+    reason="The values don't fit in fp16.",
 )
 
 

@@ -107,7 +107,8 @@ def test_a_figure_has_two_digits_and_no_exponent(value: float, said: str) -> Non
     ("least", "most", "said"),
     [
         (900, 1860, "15 to 31 min"),
-        (68, 120, "68 s to 2 min"),
+        (68, 120, "1 to 2 min"),
+        (20, 120, "20 s to 2 min"),
         (5400, 7200, "90 min to 2.0 h"),
         (61, 61.2, "61 s"),
     ],

@@ -115,7 +115,7 @@ class CheckSums(io.ComfyNode):
             node_id="StopdownCheckSums",
             display_name="Check fp16 accumulation",
             category=CATEGORY,
-            description="Tells you whether the sums in a model's matrix products fit into fp16 "
+            description="Tells you whether the sums in a model's matrix products fit in fp16 "
             "accumulators, which --fast fp16_accumulation and some attention kernels use."
             " For this, the model runs once in fp32 before its first run.",
             inputs=_list_models(),

@@ -144,8 +144,10 @@ def format_about(seconds: float) -> str:
 
 
 def format_range(least: float, most: float) -> str:
-    """Format a range of estimated seconds: `15 to 31 min`, `68 s to 2 min`; one time if both look equal."""
+    """Format a range of estimated seconds: `15 to 31 min`, `20 s to 2 min`; one time if both look equal."""
     first, last = format_about(least), format_about(most)
+    if least >= 60 and last.endswith(" min"):
+        first = f"{least / 60:.0f} min"
     if first == last:
         return first
     number, unit = first.split()

@@ -55,7 +55,7 @@ def test_convert_prints_a_summary(run: Any, plain_plan: tuple[Path, Path], here:
         "text_encoder",
         "unet",
         "vae",
-        "stay in range. Without Stopdown, nothing watches",
+        "aren't proven to stay in range, and without Stopdown nothing watches them.",
     ):
         assert text in " ".join(out.split())
     assert 'from_pretrained("out", dtype=torch.float16)\n' in out

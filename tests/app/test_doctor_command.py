@@ -70,13 +70,16 @@ def test_the_page_of_a_profile(run: Run) -> None:
     assert code == 0
     assert "NVIDIA T4, compute capability 7.5, 14.6 GiB" in out
     assert (
-        "CogVideoX-5B, 49 frames of 720x480: fits in fp16 with a plan, memory strategy block+tiling"
+        "CogVideoX-5B, 49 frames of 720x480: fits in fp16 with a plan. 50 steps take 15 to 31 min."
         in out
     )
     assert re.search(
-        r"of 14\.6 GiB on the device and 21\.5 GiB of host memory,", " ".join(out.split())
+        r"of 14\.6 GiB, and 21\.5 GiB of host memory \(strategy block\+tiling\)\.",
+        " ".join(out.split()),
     )
     assert "(from its profile; nothing was measured)" in out
+    assert "stopdown fit MODEL --device T4\n" in out
+    assert out.count("65.1 TFLOPS") == 1
     assert "Known problems with this device" in out
     assert "allow_fp16_reduced_precision_reduction" in out
 

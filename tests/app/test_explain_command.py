@@ -28,7 +28,7 @@ def test_the_command_looks_at_a_picture(
     Image.new("RGB", (32, 32)).save(tmp_path / name)
     code, page, error = run_line(capsys, "explain", str(tmp_path / name))
     assert (code, error) == (0, "")
-    assert page.startswith(f"{name}: the picture is black.\n→ Black without NaN")
+    assert page.startswith(f"{name}: the picture is black.\n→ Run it again with --precision")
     assert "unattributed" not in page  # a word for programs, in the JSON
     found = run_line(capsys, "explain", str(tmp_path / name), "--json")[1]
     assert json.loads(found)["fault"] == "unattributed"

@@ -206,6 +206,6 @@ def test_what_does_not_fit_names_the_nearest_that_does(folder: Path) -> None:
     assert smaller.fits
     nothing = forecast(folder, memory="1KiB")
     assert nothing.answer.endswith(
-        " Stopdown also tried smaller pictures and fewer frames, and none of them fit."
+        " Stopdown also tried smaller pictures and fewer frames, but none of them fit."
     )
     assert nothing.command == ""

@@ -244,8 +244,8 @@ def test_overflow_in_fp16_stops_the_run(
         error.what,
     )
     assert error.expected.startswith(f"`{named}` returned ")
-    assert f" values{place}, in fp16. The fault begins at `{named}:" in error.expected
-    assert "It ran in fp16 because you asked for fp16." in error.expected
+    assert f" values) in fp16{place}. The fault begins at `{named}:" in error.expected
+    assert f"`{named}` ran in fp16 because you asked for fp16-plain." in error.expected
     assert error.remedy.startswith(f'Use `precision="{named}=bf16"`, or load the model with ')
     assert error.exit_code == 1
     assert list(out.iterdir()) == []

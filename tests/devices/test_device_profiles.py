@@ -172,7 +172,7 @@ def test_an_unknown_device_names_those_that_are_known() -> None:
         find_device_target("v10")
     text = str(caught.value)
     assert text.startswith(
-        "The device 'v10' is unknown. Devices of this machine are auto, cuda, cuda:1, mps and cpu. "
+        "The device 'v10' is unknown. This machine's devices are called auto, cuda, cuda:1, mps and cpu. "
     )
     assert "a100, a30, cpu-amx" in text
     assert text.endswith('Use device="v100".')

@@ -134,7 +134,7 @@ def test_what_was_stored_in_bf16_needs_a_plan_in_fp16() -> None:
     )
     (found,) = check_range(see(*calls), stored)
     assert (found.kind, found.module_path) == ("range-unplanned", "unet")
-    assert found.evidence.startswith("The weights of unet are stored in bf16, ")
+    assert found.evidence.startswith("unet is stored in bf16, and would run in fp16")
     assert list_kinds(check_range(see(*calls), {})) == []
 
 

@@ -94,7 +94,7 @@ def test_a_fault_under_autocast_is_one_of_fp16(kind: str) -> None:
     (repair,) = handle.repairs
     assert (repair.kind, repair.action) == ("range", "rescaled")
     assert repair.module_path == f"{program.component}:{program.path}blocks.1.wide"
-    assert ", in fp16. " in repair.evidence
+    assert " in fp16 at " in repair.evidence
     assert found.dtype == wide.dtype
     assert relative_l2(found.float(), wide) < 0.01
 
@@ -176,7 +176,7 @@ def test_a_fault_of_code_that_enters_autocast_is_one_of_fp16(is_pinned: bool) ->
         found = region(x, t)
     (repair,) = handle.repairs
     assert (repair.module_path, repair.action) == ("net:part.second", "rescaled")
-    assert ", in fp16. " in repair.evidence
+    assert " in fp16 at " in repair.evidence
     assert "fp16" in handle.record.calls[0].precisions
     assert relative_l2(found.float(), plain) < 0.005
     with (

@@ -216,7 +216,7 @@ def overflow_(block: Block) -> None:
 
 
 def make_faulty(kind: str, dtype: torch.dtype = torch.float16) -> Program:
-    """A program whose second block does not fit into fp16."""
+    """A program whose second block does not fit in fp16."""
     program = make_program(kind, dtype)
     block: Any = program.unet.blocks[1]
     overflow_(block)

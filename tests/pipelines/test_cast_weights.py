@@ -89,7 +89,7 @@ def test_a_repair_leaves_the_stored_weights_in_their_dtype(
     assert repair.module_path == "diffusion_model:wide"
     assert (repair.kind, repair.action) == ("clamped" if hides else "range", "rescaled")
     assert repair.step == 0
-    assert " at step 1 of 3, in fp16. " in repair.evidence
+    assert " in fp16 at step 1 of 3. " in repair.evidence
     assert handle.record.calls[0].precisions == ("fp16",)
     torch.testing.assert_close(found, right, rtol=0.01, atol=0.01)
 

@@ -53,7 +53,7 @@ def test_equal_findings_are_printed_once() -> None:
         "WRONG RESULT unet:0 and 2 more  [weight-subnormal]",
         "  0 become 0.",
         "  They lose digits.",
-        "  → Use fp32.",
+        "  → Same fix as above.",
         "  The same in unet:1, unet:2.",
         "",
         "WRONG RESULT unet:9  [fp32-module-lost]",

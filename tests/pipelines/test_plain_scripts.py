@@ -77,7 +77,7 @@ ROWS = (
     Row("hooks"),
     Row("refused_calls"),
     Row("transforms"),
-    Row("odd_outputs", says="`Gives` returned 1 Inf out of 1 values"),
+    Row("odd_outputs", says="`Gives` returned only Inf (1 value)"),
     Row("inference_mode"),
     Row("loop"),
     Row("compiles", ("1",)),

@@ -69,7 +69,7 @@ def test_awake(kind: str) -> None:
     assert repair.module_path == f"{program.component}:{program.path}blocks.1.wide"
     assert (repair.kind, repair.action, repair.replays) == ("range", "rescaled", 1)
     assert repair.step is None
-    assert " at call 1, in fp16. " in repair.evidence
+    assert " in fp16 at call 1. " in repair.evidence
     torch.testing.assert_close(found.float(), wide.run(), rtol=0.02, atol=0.02)
 
 

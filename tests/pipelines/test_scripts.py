@@ -505,7 +505,7 @@ def test_an_overflow_without_a_pipeline_is_repaired(run: Run, tmp_path: Path) ->
     assert repair.module_path == "Wrapper:diffusion_model.blocks.1.wide"
     assert (repair.action, repair.replays, choose_code(record)) == ("rescaled", 1, 0)
     assert record.modules.reused == ("Wrapper: rescaled (fp16)",)
-    assert " at call 1, in fp16. " in repair.evidence
+    assert " in fp16 at call 1. " in repair.evidence
     assert len(said) == 1
     assert f"The fault begins at `{repair.module_path}`. Rescaled `Wrapper` " in said[0]
 

@@ -279,7 +279,7 @@ def test_the_command_line_plans_and_generates(
     table = capsys.readouterr().out
     verdict, command = table.splitlines()[:2]
     assert verdict.startswith("Proven not to overflow in fp16: ")
-    assert re.search(r" Least headroom: \d\.\d bits\.$", verdict)
+    assert re.search(r" Smallest headroom: \d\.\d bits\.$", verdict)
     assert command == f"→ stopdown generate {source} PROMPT --precision {file}"
     assert "from the weights alone)" in table
     plan = read_plan(file)

@@ -161,12 +161,12 @@ CALLS = {facts.name: facts.calls for facts in MODEL}
 
 def test_each_call_gets_one_decision() -> None:
     """An autoencoder has two calls; what was asked for wins, and the rest is chosen."""
-    request = {"text_encoder": "fp16", "vae.encode": "fp16"}
+    request = {"text_encoder": "fp16-plain", "vae.encode": "fp16"}
     decisions = decide_precisions(MODEL, A100, request)
     assert decisions[0] == ComponentPlan(
         "text_encoder",
         precision="fp16",
-        reasons=("You asked for fp16. `wo` stays in fp32, as the model's authors specify.",),
+        reasons=("You asked for fp16-plain. `wo` stays in fp32, as the model's authors specify.",),
         stored="bf16",
         kept_fp32=("wo",),
     )

@@ -13,7 +13,7 @@ from stopdown.runtime.guard import Guard, guard
 
 ROWS, WIDTH = 4, 16
 SIZES = (1.0, 1.0, 1.0, 30.0, 1.0, 120.0, 1.0, 500.0)
-"""Of inputs, in turns: the first three fit into fp16, the others overflow one after the other."""
+"""Of inputs, in turns: the first three fit in fp16, the others overflow one after the other."""
 
 
 class Stream(nn.Module):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 OVERFLOW = "model.diffusion_model.input_blocks.1.0.out_layers.3.weight"
-"""What is larger by a power of two in the checkpoint that does not fit into fp16."""
+"""What is larger by a power of two in the checkpoint that does not fit in fp16."""
 
 SHIM = """
 import huggingface_hub

@@ -58,7 +58,7 @@ def test_an_error_has_the_culprit_what_was_tried_and_a_remedy(session: Session) 
     error = records(session).make_error(case)
     assert error.what.startswith("Overflow in ")
     assert "an activation reached 90,000, above fp16's maximum of 65,504" in error.what
-    assert "returned 1 Inf out of 2 values at step 2 of 4, in fp16." in error.expected
+    assert "returned 1 Inf out of 2 values in fp16 at step 2 of 4." in error.expected
     assert RANGE.describe(case.fault.component, is_sized=False) in error.expected
     assert "90,000" not in error.expected
     assert "Tried without success: bf16: it is slow." in error.expected

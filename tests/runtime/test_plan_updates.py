@@ -92,7 +92,7 @@ def certify() -> ComponentPlan:
         values=10,
         bounded=10,
         limits={"forward.hidden_states": 64.0},
-        range_note="100 % of 10 activations certified.",
+        range_note="All 10 activations are certified.",
         outputs={0: 2},
         stream=ResidualStream(("a",), ("b",)),
         trial=Trial(note="Not tried."),

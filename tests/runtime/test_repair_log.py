@@ -17,9 +17,9 @@ REPAIR = Repair(
     module_path="text_encoder:encoder.block.0",
     kind="range",
     step=2,
-    evidence="`text_encoder` returned 8 NaN out of 8 values, in fp16.",
+    evidence="`text_encoder` returned only NaN (8 values) in fp16.",
     action="rescaled",
-    reason="Its activations now fit into fp16, and it still computes the same function.",
+    reason="Its activations now fit in fp16, and it still computes the same function.",
     elapsed_s=1.25,
     verdict="Overflow in the text encoder: an activation reached 113,000, above fp16's maximum of 65,504.",
 )
@@ -56,11 +56,11 @@ def test_a_repair_begins_with_the_verdict() -> None:
     assert describe_repair(REPAIR) == (
         "Overflow in the text encoder: an activation reached 113,000, above fp16's maximum of 65,504. "
         "Repaired; the result isn't affected. The fault begins at `text_encoder:encoder.block.0`. "
-        "Rescaled `text_encoder` by powers of two. Its activations now fit into fp16, and it still "
+        "Rescaled `text_encoder` by powers of two. Its activations now fit in fp16, and it still "
         "computes the same function."
     )
     left = describe_repair(dataclasses.replace(REPAIR, action="none"))
-    assert " It wasn't repaired. `text_encoder` returned 8 NaN out of 8 values, in fp16. " in left
+    assert " It wasn't repaired. `text_encoder` returned only NaN (8 values) in fp16. " in left
 
 
 def test_each_remedy_has_words() -> None:

@@ -41,15 +41,15 @@ def test_what_cannot_be_looked_at_is_reported(form: Callable[[torch.Tensor], Any
     ("reason", "said"),
     [
         (
-            "You asked for fp16. It is emulated.",
-            "It ran in fp16 because you asked for fp16. It is emulated.",
+            "You asked for fp16-plain. It is emulated.",
+            "`unet` ran in fp16 because you asked for fp16-plain. It is emulated.",
         ),
-        ("fits in memory", 'fp16 was chosen for it: "fits in memory"'),
+        ("fits in memory", 'fp16 was chosen for `unet`: "fits in memory"'),
     ],
 )
 def test_a_fault_tells_who_chose_the_precision(reason: str, said: str) -> None:
     """The user by an option, or a decision with its reason."""
-    assert _word_choice("fp16", reason) == said
+    assert _word_choice("unet", "fp16", reason) == said
 
 
 def test_a_call_without_steps_has_a_number() -> None:

@@ -48,7 +48,7 @@ def test_a_model_that_overflows_is_certified() -> None:
     assert not rescaling.scaling.uncertain
     count = rescaling.scaling.values
     assert rescaling.scaling.range_note == (
-        f"100 % of {count} activations certified, for input_ids of length up to 7."
+        f"All {count} activations are certified, for input_ids of length up to 7."
     )
     assert rescaling.headroom_bits > 0
     rescaling.undo()
@@ -354,7 +354,7 @@ def test_shares_are_rounded_down() -> None:
     """A share is never said to be larger than it is."""
     assert describe_share(1000, 999).startswith("99.9 % of 1000")
     assert describe_share(10000, 9999).startswith("99.9 % of 10000")
-    assert describe_share(3, 3) == "100 % of 3 activations certified."
+    assert describe_share(3, 3) == "All 3 activations are certified."
     assert describe_share(0, 0) == "No value is in fp16."
 
 

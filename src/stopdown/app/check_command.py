@@ -186,6 +186,8 @@ def check_model(options: CheckOptions, display: Display | None = None) -> CheckR
     precision, judged = options.precision, ""
     if precision in (None, "auto"):
         precision, judged = choose_auto(source, options.device)
+    if options.sums:
+        judged = f"{judged} Its sums were computed in fp32, in two steps.".lstrip()
     checked = inspect_pipeline(
         source,
         precision=precision,
@@ -271,7 +273,7 @@ def print_check(record: CheckRecord, console: Console, *, precision: str = "auto
         show(" ".join(filter(None, (f"Checked: {chosen}.", record.judged))))
     for line in record.mended:
         show(("mended ", "bold"), line)
-    _print_findings(record.findings, console)
+    _print_findings(record.findings, console, _find_remedy(record.findings))
 
 
 def _find_remedy(findings: tuple[Finding, ...]) -> str:
@@ -305,7 +307,7 @@ def print_file(record: FileCheck, console: Console) -> None:
         print_prose(console, f"Rescaled already: {record.rescaled}.")
     for part in record.parts:
         print_prose(console, f"- {part.component or 'others'}: {_describe_part(part)}")
-    _print_findings(record.findings, console)
+    _print_findings(record.findings, console, _find_remedy(record.findings))
 
 
 _SEVERITIES = {"error": "ERROR", "wrong": "WRONG RESULT", "slow": "SLOW", "note": "NOTE"}
@@ -323,7 +325,8 @@ def _describe_part(part: FilePart) -> str:
     return "; ".join(said)
 
 
-def _print_findings(findings: tuple[Finding, ...], console: Console) -> None:
+def _print_findings(findings: tuple[Finding, ...], console: Console, printed: str) -> None:
+    """Print each group of equal findings, without remedies that were printed before, as `printed` was."""
     from stopdown.app.progress import print_parts
 
     show = functools.partial(print_parts, console)
@@ -337,7 +340,8 @@ def _print_findings(findings: tuple[Finding, ...], console: Console) -> None:
         )
         show(f"  {first.evidence}")
         show(f"  {first.why}")
-        show(("  → ", "bold"), first.remedy)
+        show(("  → ", "bold"), "Same fix as above." if first.remedy in printed else first.remedy)
+        printed += first.remedy
         if others:
             show(f"  The same in {', '.join(x.module_path for x in others)}.")
 

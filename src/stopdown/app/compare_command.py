@@ -73,8 +73,9 @@ class CompareOptions(RunOptions, ModelOptions):
             "--precision",
             help="Precisions to compare, separated by commas, or repeat the option: fp32, bf16, "
             "fp16-plain (nothing repaired), fp16 (rescaled), autocast, clamp, a plan file, auto, or per "
-            "component: transformer=bf16,vae=fp32 (in a list, transformer=bf16+vae=fp32).",
-            show_default="fp32,bf16,fp16-plain,fp16",
+            "component: transformer=bf16,vae=fp32 (in a list, transformer=bf16+vae=fp32). By default "
+            "fp32,bf16,fp16-plain,fp16.",
+            show_default=False,
         ),
     ] = ("fp32,bf16,fp16-plain,fp16",)
     output: Annotated[

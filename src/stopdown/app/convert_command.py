@@ -15,7 +15,7 @@ from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import ConfigOption, ConvertRunOptions, RevisionOption, SourceArgument
 from stopdown.app.request_options import find_named_source
 from stopdown.errors import OptionError
-from stopdown.number_formats import list_some
+from stopdown.number_formats import list_all, list_some
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import PLAN_IN_CONFIG, Conversion, ConvertedComponent
 from stopdown.sources.lora_names import is_lora_file
@@ -225,9 +225,9 @@ def _describe_safety(made: Conversion) -> str:
     left = [x for x in narrow if x.unproven or not x.values]
     if not left:
         return "proven not to overflow in fp16."
-    counts = (f"{x.unproven} of {x.values} activations in " if x.values else "" for x in left)
-    said = ", ".join(f"{count}{x.component}" for count, x in zip(counts, left, strict=True))
-    return f"no proof that {said} stay in range. Without Stopdown, nothing watches them."
+    counts = (f"{x.unproven} of {x.values}" if x.values else "the" for x in left)
+    said = [f"{count} activations in {x.component}" for count, x in zip(counts, left, strict=True)]
+    return f"{list_all(said)} aren't proven to stay in range, and without Stopdown nothing watches them."
 
 
 def _shorten(value: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -60,7 +61,12 @@ def run_doctor_command(options: DoctorOptions) -> int:
     with open_display(options, is_short=True) as display:
         load_libraries(display, has_pipelines=False)
         health = examine(options.device)
-    print_result(options, health, functools.partial(print_health, health), highlight=False)
+    print_result(
+        options,
+        health,
+        functools.partial(print_health, health, asked=options.device),
+        highlight=False,
+    )
     return int(any(device.missing for device in health.devices))
 
 
@@ -74,12 +80,16 @@ def write_profile(device: str | None) -> str:
     return format_profile(find_device_target(device, needs_kernels=False)[1])
 
 
-def print_health(health: MachineHealth, console: Console) -> None:
-    """Print each device: formats, attention, faults, and the choices of `auto`."""
+def print_health(health: MachineHealth, console: Console, *, asked: str | None = None) -> None:
+    """Print each device: formats, attention, faults, and the choices of `auto`.
+
+    Args:
+        asked: value of `--device`, for the command that is suggested.
+    """
     for number, device in enumerate(health.devices):
         if number:
             console.print()
-        _print_device(device, console)
+        _print_device(device, console, f" --device {shlex.quote(asked)}" if asked else "")
     _print_switches(health, console)
     settings = tuple(f"{name}={value}" for name, value in health.settings.items())
     _print_list("Environment variables that affect results or speed", settings, console)
@@ -89,7 +99,7 @@ def print_health(health: MachineHealth, console: Console) -> None:
     console.print(f"\nPython {health.machine['python']}, {shown}", soft_wrap=True)
 
 
-def _print_device(device: DeviceHealth, console: Console) -> None:
+def _print_device(device: DeviceHealth, console: Console, option: str) -> None:
     from rich.text import Text
 
     from stopdown.app.progress import print_prose
@@ -104,7 +114,7 @@ def _print_device(device: DeviceHealth, console: Console) -> None:
         print_prose(console, f"  {device.missing}")
     if device.answer:
         print_prose(console, f"  {device.answer}")
-    _print_fits(device, console)
+    _print_fits(device, console, option)
     for entry in device.formats:
         ratio = None if entry.name == "fp32" else entry.time_ratio
         console.print(f"  {entry.name:5} {entry.state:9} {word_ratio(ratio)}".rstrip())
@@ -129,23 +139,23 @@ def word_ratio(ratio: float | None) -> str:
     return f"{format_figure(1 / ratio)}× faster than fp32"
 
 
-def _print_fits(device: DeviceHealth, console: Console) -> None:
+def _print_fits(device: DeviceHealth, console: Console, option: str) -> None:
     """Print a line for each well-known model: whether it fits, and by which strategy."""
     from stopdown.app.progress import print_prose
 
     has = format_bytes(device.memory_bytes)
     for fit in device.fits:
         peak = format_bytes(fit.peak_bytes)
-        told = f"fits in {fit.precision}, memory strategy {fit.strategy}, about {peak} of {has}"
-        if fit.host_bytes:
-            told += f" on the device and {format_bytes(fit.host_bytes)} of host memory"
+        host = f", and {format_bytes(fit.host_bytes)} of host memory" if fit.host_bytes else ""
+        told = f"fits in {fit.precision}."
         if fit.seconds:
-            told += f", {format_range(*fit.seconds)} for 50 steps"
+            told += f" 50 steps take {format_range(*fit.seconds)}."
+        told += f" Memory: {peak} of {has}{host} (strategy {fit.strategy})."
         if not fit.strategy:
-            told = f"doesn't fit: {fit.precision} takes at least {peak}, and there are {has}"
+            told = f"doesn't fit: {fit.precision} takes at least {peak}, and the device has {has}."
         print_prose(console, f"  {fit.model}, {fit.size}: {told}")
     if device.fits:
-        print_prose(console, "  For any other model: stopdown fit MODEL --device NAME")
+        print_prose(console, f"  For any other model: stopdown fit MODEL{option}")
     console.print()
 
 
@@ -158,6 +168,8 @@ def _print_outlook(device: DeviceHealth, console: Console) -> None:
     for x in device.outlooks:
         told.setdefault((x.precision, x.reason), []).append((x.component, x.model))
     for (precision, reason), named in told.items():
+        for entry in device.formats:
+            reason = reason.replace(entry.reason, f"{entry.name} is {entry.state} on this device.")
         print_prose(console, f"  {precision}: {reason}")
         for components, model in group_components(named):
             console.print(f"    {model}: {components}", soft_wrap=True)

@@ -155,6 +155,7 @@ def _print_tables(plan: MemoryForecast, console: Console) -> None:
         f"stopdown compare {plan.source}",
         soft_wrap=True,
     )
+    console.print()
     for reason in plan.reasons:
         console.print(reason, soft_wrap=True)
 

@@ -161,8 +161,8 @@ PrecisionOption = Annotated[
 RateOption = Annotated[
     float | None,
     typer.Option(
-        help="Frame rate of the video, in frames per second. By default that for which the pipeline makes "
-        "its videos, or 8."
+        help="Frame rate of the video, in frames per second. By default the rate that the pipeline's "
+        "videos are made for, or 8."
     ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cuda, cuda:1, mps or cpu.")]

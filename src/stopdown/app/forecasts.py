@@ -171,11 +171,11 @@ def _refuse(made: MemoryForecast, tried: Sequence[Fit]) -> str:
     way, least = _find_smallest(tried)
     no = (
         f"No, it doesn't fit. The smallest strategy, {least.strategy.name} in "
-        f"{way.chosen}, needs {format_bytes(least.needed_bytes)}, and the limit is "
+        f"{way.chosen}, needs {format_bytes(least.needed_bytes)}, but the limit is "
         f"{format_bytes(made.limit_bytes)}."
     )
     if made.reduced is None:
-        return f"{no} Stopdown also tried smaller pictures and fewer frames, and none of them fit."
+        return f"{no} Stopdown also tried smaller pictures and fewer frames, but none of them fit."
     return f"{no} The nearest size that fits is {made.reduced.made}."
 
 

@@ -151,8 +151,8 @@ class GenerateOptions(RunOptions, ModelOptions):
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Stay within this much device memory, such as 8GiB. By default, what is free of the "
-            "device's memory. Weights that aren't in use are offloaded, and work is split if "
+            help="Stay within this much device memory, such as 8GiB. By default, all of the device's "
+            "free memory. Weights that aren't in use are offloaded, and work is split if "
             "necessary. A call that runs out of memory is retried with less. none keeps all "
             "weights on the device."
         ),

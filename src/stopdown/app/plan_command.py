@@ -158,7 +158,7 @@ def print_plan(made: Plan, output: Path, options: PlanOptions, console: Console)
 
 
 def describe_proof(made: Plan) -> str:
-    """Summarise the proof of a plan in a line: proven and unproven parts, and the least headroom."""
+    """Summarise the proof of a plan in a line: proven and unproven parts, and the smallest headroom."""
     planned = [x for x in made.components if x.precision == "fp16"]
     if not planned:
         return "No component can run in fp16; -v shows why."
@@ -174,5 +174,5 @@ def describe_proof(made: Plan) -> str:
         parts.append(f"Estimated, and watched at run time: {', '.join(left)}")
     others = [f"{x.component} ({x.precision})" for x in made.components if x not in planned]
     parts += [f"Not in fp16: {', '.join(others)}"] if others else []
-    parts.append(f"Least headroom: {headroom:.1f} bits")
+    parts.append(f"Smallest headroom: {headroom:.1f} bits")
     return f"{'. '.join(parts)}."

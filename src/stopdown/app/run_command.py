@@ -320,7 +320,7 @@ def _describe_run(run: GuardRecord) -> str:
         if call.headroom_bits is not None:
             counts[-1] += f" ({call.headroom_bits:.1f} bits of headroom in its output)"
     repaired = [
-        f"{x.module_path} ({x.action}, {x.retried})" for x in run.repairs if x.action != "none"
+        f"{x.module_path} ({x.done}, {x.retried})" for x in run.repairs if x.action != "none"
     ]
     said = f"repaired {', '.join(repaired)}. " if repaired else ""
     said += f"Called {', '.join(counts)}." if counts else "No component was guarded."

@@ -63,7 +63,7 @@ def refuse_rescaled(name: str, said: str, *, otherwise: str = "") -> None:
     if said:
         raise OptionError(
             f"{name} is already rescaled. {said[0].upper()}{said[1:]}.",
-            expected="Rescaled weights already fit into fp16, and can't be rescaled again.",
+            expected="Rescaled weights already fit in fp16, and can't be rescaled again.",
             remedy=f"Use it as it is, or convert the original.{otherwise}",
         )
 

@@ -295,7 +295,7 @@ def _unknown_profile(name: str) -> OptionError:
     near = ["mps-m1"] if is_mac else difflib.get_close_matches(asked, known, n=1) or one_off
     return OptionError(
         f"The device {name!r} is unknown.",
-        expected="Devices of this machine are auto, cuda, cuda:1, mps and cpu. Known cards are "
+        expected="This machine's devices are called auto, cuda, cuda:1, mps and cpu. Known cards are "
         f"{', '.join(known)}; your own profile (.toml) works as well.",
         remedy=f'Use device="{near[0] if near else "auto"}".',
     )

@@ -253,7 +253,7 @@ def _explain_record(path: Path, kind: str) -> Diagnosis:
 
 def _list_repairs(run: RunRecord) -> list[Clue]:
     """List the faults of a run, with the repair of each."""
-    done = {x.action: f"repaired ({x.action})" for x in run.repairs} | {"none": "not repaired"}
+    done = {x.action: f"repaired ({x.done})" for x in run.repairs} | {"none": "not repaired"}
     return [Clue(0, x.evidence, f"{done[x.action]}, {x.module_path}") for x in run.repairs]
 
 

@@ -367,8 +367,8 @@ def _describe_unknown(text: str, numbers: list[int]) -> Diagnosis:
         evidence=tuple(last),
         frame=_find_frame(text),
         remedy=(
-            f"{'Paste more of it' if rows else 'Give a text'}: the whole log or traceback, with the model, "
-            "the device and the dtype.",
+            f"Paste {'more of it: ' if rows else ''}the whole log or traceback, with the model, the device "
+            "and the dtype.",
         ),
         run_next=(
             RUN_AGAIN.format("fp32"),

@@ -113,7 +113,7 @@ def check(
             pipeline's own device, and for a source the device that `auto` chooses here.
         arguments: arguments of the pipeline's call; the others have their defaults.
         sums: also load the weights and run two steps in fp32, to find sums that overflow in kernels with
-            fp16 accumulators, and products that do not fit into fp16.
+            fp16 accumulators, and products that do not fit in fp16.
         run: a function that runs a program other than a pipeline once, as in later use. The program's own
             code runs; calls of its modules return zeros and are not computed.
 

@@ -134,8 +134,8 @@ def check_range(seen: Examination, stored: Mapping[str, str]) -> Iterator[Findin
     unplanned = [name for name in dict.fromkeys(names) if stored.get(name) == "bf16"]
     if unplanned:
         evidence = (
-            f"The weights of {list_all(unplanned)} are stored in bf16, and they would run in fp16 without "
-            "a plan."
+            f"{list_all(unplanned)} {'is' if len(unplanned) == 1 else 'are'} stored in bf16, and would run "
+            "in fp16 without a plan."
         )
         yield make_finding("range-unplanned", unplanned[0], evidence)
 

@@ -153,7 +153,7 @@ def _check_values(weight: FileWeight, found: _Values) -> Iterator[Finding]:
         yield make_finding("vanishes-in-fp16", place, evidence)
     elif 0 < found.amax < FP16.smallest_normal and len(weight.shape) > 1:
         evidence = (
-            f"All {count} values are below {FP16.smallest_normal:.3g}, the smallest normal number of "
+            f"All {count:,} values are below {FP16.smallest_normal:.3g}, the smallest normal number of "
             "fp16."
         )
         yield make_finding("weight-subnormal", place, evidence, component=component)

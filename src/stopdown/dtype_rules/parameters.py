@@ -247,7 +247,7 @@ def _check_small(module_path: str, tensor: torch.Tensor, target: str) -> Iterato
     lost = int(((magnitudes > 0) & (magnitudes < entry.smallest / 2)).sum())
     if tensor.numel() > 1 and small >= SUBNORMAL_SHARE * used:
         evidence = (
-            f"{small} of {used} values are below {entry.smallest_normal:.3g}, the smallest normal "
-            f"number of {target}; {lost} become 0."
+            f"{small:,} of {used:,} values are below {entry.smallest_normal:.3g}, the smallest normal "
+            f"number of {target}; {lost:,} become 0."
         )
         yield make_finding("weight-subnormal", module_path, evidence)

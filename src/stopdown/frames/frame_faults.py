@@ -200,7 +200,7 @@ def _detect_uniform(looks: Sequence[_Look]) -> Iterator[FrameFault]:
             red, green, blue = looks[indices[0]].colour
             evidence = (
                 f"{name_frames(indices, len(looks)).capitalize()}: mean colour ({red:.0f}, "
-                f"{green:.0f}, {blue:.0f}) of 255, standard deviation at most "
+                f"{green:.0f}, {blue:.0f}) of 255, standard deviation {'at most ' * (len(indices) > 1)}"
                 f"{max(looks[x].spread for x in indices):.2f} (a real picture has more than {_SPREAD})."
             )
             yield FrameFault(kind, indices, evidence)

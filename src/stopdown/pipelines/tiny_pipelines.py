@@ -6,7 +6,7 @@ initialisation. Tokenizers are real ones with a vocabulary of characters.
 
 `overflow_` makes a component overflow fp16 as real checkpoints do: the values of its residual stream (or of
 a gated product) are multiplied by a power of two. Only norms read the stream, so fp32 and bf16 are still
-right, but in fp16 the component returns NaN. All weights fit into fp16.
+right, but in fp16 the component returns NaN. All weights fit in fp16.
 """
 
 from __future__ import annotations

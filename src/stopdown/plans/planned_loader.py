@@ -41,7 +41,7 @@ from stopdown.plans.precision import (
     ComponentFacts,
     decide_precisions,
     parse_request,
-    resolve_request,
+    resolve_words,
 )
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling_records import describe_count
@@ -92,7 +92,7 @@ def decide(
         precision: text of a `--precision`.
     """
     calls = {entry.name: entry.calls for entry in facts}
-    return decide_precisions(facts, supports, resolve_request(parse_request(precision), calls))
+    return decide_precisions(facts, supports, resolve_words(parse_request(precision), calls))
 
 
 def load_plan(

@@ -128,7 +128,7 @@ def resolve_request(
     Raises:
         OptionError: the request names an unknown component.
     """
-    words = _resolve_words(request, components)
+    words = resolve_words(request, components)
     return {call: "fp16" if word == PLAIN_FP16 else word for call, word in words.items()}
 
 
@@ -139,15 +139,19 @@ def list_rescaled(
 
     Args, Raises: as for `resolve_request`.
     """
-    words = _resolve_words(request, components)
+    words = resolve_words(request, components)
     return tuple(
         name for name, calls in components.items() if all(words.get(c) == "fp16" for c in calls)
     )
 
 
-def _resolve_words(
+def resolve_words(
     request: Mapping[str, str], components: Mapping[str, tuple[str, ...]]
 ) -> dict[str, str]:
+    """Return the precision that the user wrote for each call, which may be `fp16-plain`.
+
+    Args, Raises: as for `resolve_request`.
+    """
     known = sorted({*components, *(call for calls in components.values() for call in calls)})
     chosen: dict[str, str] = {}
     for target in sorted(request, key=lambda part: bool(split_call(part)[1])):
@@ -236,7 +240,7 @@ def decide_precisions(
 
     Args:
         supports: format → how the device supports it.
-        request: call → precision that the user asked for; all others are chosen here.
+        request: call → precision that the user asked for, from `resolve_words`; all others are chosen here.
 
     Raises:
         OptionError: a requested precision doesn't work on the device.
@@ -245,8 +249,8 @@ def decide_precisions(
     for facts in components:
         for call in facts.calls:
             if call in request:
-                precision = request[call]
-                reason = f"You asked for {precision}."
+                precision = "fp16" if request[call] == PLAIN_FP16 else request[call]
+                reason = f"You asked for {request[call]}."
                 support = supports.get(precision)
                 if support is not None and not support.works:
                     raise OptionError(

@@ -87,6 +87,12 @@ class Repair(Displayed):
     verdict: str = ""
 
     @property
+    def done(self) -> str:
+        """The action in words: `inputs cast`."""
+        words = {"cast-inputs": "inputs cast", "fp32-module": "one module in fp32"}
+        return words.get(self.action, self.action)
+
+    @property
     def retried(self) -> str:
         """The number of repeated calls in words: `1 call retried`."""
         return f"{self.replays} call{'' if self.replays == 1 else 's'} retried"
@@ -323,7 +329,7 @@ class RunRecord(GuardRecord):
     def list_repairs(self) -> list[str]:
         """List the place, action, cost and reason of each repair."""
         return [
-            f"{x.module_path}: {x.action}, {x.retried}, {x.elapsed_s:.1f} s. {x.reason}"
+            f"{x.module_path}: {x.done}, {x.retried}, {x.elapsed_s:.1f} s. {x.reason}"
             for x in self.repairs
         ]
 

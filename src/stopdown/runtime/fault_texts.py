@@ -57,8 +57,8 @@ class Fault:
 
 def name_fault(fault: Fault) -> str:
     """Describe in one sentence which NaN, Inf or clamp was found, in which component and where."""
-    place = f"{fault.place}, in {fault.precision}."
     if clamped := fault.check.clamped:
+        place = f"{fault.place}, in {fault.precision}."
         begun = (
             f"`{fault.component}` returned finite values although values inside it weren't finite: "
         )
@@ -70,7 +70,8 @@ def name_fault(fault: Fault) -> str:
             f"{begun}{len(hits)} clamps at fp16's maximum were hit, the first in {hits[0]}{place}"
         )
     counts = describe_counts(list_readable(fault.output))
-    return f"`{fault.component}` returned {counts}{_describe_part(fault)}{place}"
+    where = f"{_describe_part(fault)} in {fault.precision}{fault.place}"
+    return f"`{fault.component}` returned {counts}{where}."
 
 
 _NAMES = {
@@ -117,17 +118,20 @@ def make_fault_error(
 
 
 def describe_counts(tensors: Iterable[torch.Tensor]) -> str:
-    """Count NaN and Inf in floating tensors, in words: `3 NaN out of 24 values`; "" if all are finite."""
+    """Count NaN and Inf in floating tensors, in words, as `word_counts` does; "" if all are finite."""
     floats = [x for x in tensors if x.is_floating_point()]
     nan, infinite = map(sum, zip((0, 0), *map(count_non_finite, floats), strict=True))
     total = sum(x.numel() for x in floats)
-    return f"{name_counts(nan, infinite)} out of {total} values" if nan + infinite else ""
+    return word_counts(nan, infinite, total) if nan + infinite else ""
 
 
-def name_counts(nan: int, infinite: int) -> str:
-    """Join two counts in words, such as `3 NaN and 1 Inf`."""
-    parts = [f"{count} {name}" for count, name in ((nan, "NaN"), (infinite, "Inf")) if count]
-    return " and ".join(parts)
+def word_counts(nan: int, infinite: int, total: int) -> str:
+    """Write counts as `3 NaN and 1 Inf out of 24 values`, or `only NaN (2,048 values)`."""
+    named = {name: count for name, count in (("NaN", nan), ("Inf", infinite)) if count}
+    values = f"{total:,} value{'s' * (total != 1)}"
+    if total in named.values():
+        return f"only {', '.join(named)} ({values})"
+    return f"{' and '.join(f'{count:,} {name}' for name, count in named.items())} out of {values}"
 
 
 def suggest_remedy(callee: Callee, precision: str, *, has_bf16: bool) -> str:

@@ -114,12 +114,14 @@ def describe_repair(repair: Repair) -> str:
         "fp32-module": "One module was put in fp32",
         "bf16": f"Cast `{repair.component}` to bf16",
         "fp32": f"Cast `{repair.component}` to fp32",
-        "cast-inputs": "Inputs are cast to the dtype of the weights",
+        "cast-inputs": "Such inputs are now cast to the dtype of the weights",
         "replayed": "Ran the call again",
         "none": "It wasn't repaired",
     }[repair.action]
     is_again = repair.action != "none" and repair.kind != "signature"
     said = f"{done}. {repair.reason}"
+    if repair.action == "cast-inputs":
+        said = f"{repair.reason} {done}."
     if not repair.verdict:
         ended = " The call was retried." if is_again else ""
         return f"{repair.evidence} {said}{ended}"

@@ -59,10 +59,10 @@ def list_remedies(
         why = "The same call was finite when it was run again."
         found.append(Remedy("replayed", precision, why))
     if precision == "fp16" and kind in _BY_RANGE:
-        why = "Its activations now fit into fp16, and it still computes the same function."
+        why = "Its activations now fit in fp16, and it still computes the same function."
         found.append(Remedy("rescaled", "fp16", why))
         streamed = (
-            "Its activations now fit into fp16. Its residual stream stays in fp32, because without that "
+            "Its activations now fit in fp16. Its residual stream stays in fp32, because without that "
             "the result wasn't close enough to fp32's."
         )
         found.append(Remedy("rescaled", "fp16", streamed, residual="fp32"))

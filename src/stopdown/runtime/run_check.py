@@ -33,7 +33,7 @@ from stopdown.frames.sound_faults import find_sound_findings
 from stopdown.numerics import bound_values, iterate_leaves, iterate_tensors
 from stopdown.pipelines.results import iterate_sounds
 from stopdown.records import Finding, Repair
-from stopdown.runtime.fault_texts import describe_counts, name_counts
+from stopdown.runtime.fault_texts import describe_counts, word_counts
 from stopdown.runtime.session import Session
 from stopdown.scaling import ComponentCall
 
@@ -236,8 +236,8 @@ class RunCheck:
         if nan + infinite == 0:
             self.check_frames(output)
         elif not is_reported:
-            counts = name_counts(nan, infinite)
-            self._report_result(f"The pipeline's result holds {counts} out of {total} values.")
+            counts = word_counts(nan, infinite, total)
+            self._report_result(f"The pipeline's result holds {counts}.")
 
     def _report_result(self, what: str) -> None:
         """Record NaN or Inf in the pipeline's result; raise `NonFiniteError` unless faults only warn.

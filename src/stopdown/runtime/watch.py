@@ -123,7 +123,7 @@ class Watch:
     ) -> Fault:
         """Make the description of a faulty call; the output is None if it raised an error."""
         said = (
-            _word_choice(x.precision, x.reason)
+            _word_choice(x.component, x.precision, x.reason)
             for x in self._session.options.decisions
             if x.component == guarded.name
         )
@@ -156,11 +156,11 @@ class Watch:
         return None, f" at call {number}"
 
 
-def _word_choice(precision: str, reason: str) -> str:
+def _word_choice(component: str, precision: str, reason: str) -> str:
     """Explain in a sentence why a component ran in a precision.
 
-    Such as `It ran in fp16 because you asked for fp16.`
+    Such as: the UNet ran in fp16 because you asked for fp16-plain.
     """
     if reason.startswith("You asked for"):
-        return f"It ran in {precision} because you{reason.removeprefix('You')}"
-    return f'{precision} was chosen for it: "{reason}"'
+        return f"`{component}` ran in {precision} because you{reason.removeprefix('You')}"
+    return f'{precision} was chosen for `{component}`: "{reason}"'

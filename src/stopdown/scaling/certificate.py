@@ -285,7 +285,7 @@ def _describe_scores(bounds: Sequence[Bounds]) -> list[str]:
 
 
 def describe_share(values: int, bounded: int, rest: str = _MEASURED, limits: str = "") -> str:
-    """Describe the proven share: `100 % of 253 activations certified.`, or less and the rest's evidence.
+    """Describe the proven share: `All 253 activations are certified.`, or less and the rest's evidence.
 
     Args:
         values, bounded: number of fp16 activations and weights, and of those that are proven.
@@ -294,8 +294,9 @@ def describe_share(values: int, bounded: int, rest: str = _MEASURED, limits: str
     """
     if not values:
         return "No value is in fp16."
-    said = f"{describe_count(values, bounded)} certified{limits}"
-    return f"{said}." if bounded == values else f"{said}; {rest}."
+    if bounded == values:
+        return f"All {values} activations are certified{limits}."
+    return f"{describe_count(values, bounded)} are certified{limits}; {rest}."
 
 
 Of = TypeVar("Of", int, tuple[int, int])

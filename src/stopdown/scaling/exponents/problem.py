@@ -230,7 +230,7 @@ def state_problem(
         stream: residual stream in fp32 of the captured calls. At the outputs that it casts, a multiply
             is always allowed.
         wide_outputs: indices of outputs that the module may return in fp32, each with an exponent.
-        narrow: classes of modules inside which fp32 activations must fit into fp16 as well.
+        narrow: classes of modules inside which fp32 activations must fit in fp16 as well.
         has_free_ends: for a single call, give each floating argument and output an exponent.
     """
     kept = [call.capture.kept_buffers for call in calls]

@@ -816,7 +816,7 @@ def _locate_folds(
             if weight is not None and weight.is_complex():
                 raise ScalingError(
                     f"The weight {name} of {type(module).__name__} is complex ({weight.dtype}), and its "
-                    "values don't fit into fp16 without an exponent.",
+                    "values don't fit in fp16 without an exponent.",
                     expected="Exponents are written into real weights.",
                     remedy="Run it in bf16 or fp32.",
                 )

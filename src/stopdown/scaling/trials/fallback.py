@@ -2,7 +2,7 @@
 
 If code can't be traced, no exponents can be found, and some code doesn't run with them. But hooks can
 measure the inputs and outputs of linears and convolutions during a run in fp32. Those whose weights,
-inputs and outputs fit into fp16 run in fp16 between casts. The others, and everything between (sums,
+inputs and outputs fit in fp16 run in fp16 between casts. The others, and everything between (sums,
 norms, products of two activations), stay in fp32. A trial run then checks the result.
 
 Not covered: matrices that a module multiplies without calling the submodule that owns them: they stay
@@ -58,7 +58,7 @@ class _Seen:
         amax: maps the path of each linear or convolution that was called to the largest magnitude of its
             inputs, outputs, weight and bias.
         layer_flops: maps the path to the FLOPs of all its calls.
-        returns_fp16: whether all outputs of the module fit into fp16.
+        returns_fp16: whether all outputs of the module fit in fp16.
         flops: matmul FLOPs of all calls, including products of two values.
     """
 

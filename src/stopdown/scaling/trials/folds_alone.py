@@ -77,7 +77,7 @@ class FoldsAlone:
         calls: Sequence[MeasuredCall] | None = None,
     ) -> Scaling | None:
         """Find powers of two that weights and eps alone can be multiplied by, so that the measured
-        calls fit into fp16.
+        calls fit in fp16.
 
         A weight file can store the result, without casts or multiplies at run time. Return None if
         there are none.
@@ -85,7 +85,7 @@ class FoldsAlone:
         Args:
             groups: groups of `module.path.attribute` of eps that change by the same factor.
             free: further eps that may change independently; None for all. The rest stays fixed.
-            narrow: classes of modules inside which fp32 activations must fit into fp16 as well.
+            narrow: classes of modules inside which fp32 activations must fit in fp16 as well.
             calls: with other ranges than those that were measured; None for `kinds`.
         """
         problem = state_problem(self.module, calls or self.kinds, narrow=narrow)
