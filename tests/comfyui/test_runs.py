@@ -64,7 +64,7 @@ def test_black_without_and_right_with(server: Server, name: str, lora: str, wher
     (report,) = repaired.texts
     assert report.startswith("model: diffusion_model in fp16: 3 calls, ")
     assert f"diffusion_model:{where}: range, rescaled." in report
-    assert "at step 1 of 3, in fp16" in report
+    assert "in fp16 at step 1 of 3" in report
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_a_loop_without_a_pipeline_tells_its_steps(denoiser: Denoiser) -> None:
             denoiser(torch.ones(1, 4).half())
     (repair,) = handle.record.repairs
     assert repair.step == 2
-    assert " at step 3 of 8 (timestep 751, sigma 0.25), in fp16" in repair.evidence
+    assert " in fp16 at step 3 of 8 (timestep 751, sigma 0.25)" in repair.evidence
     assert "cache_context" not in vars(denoiser)
     with stopdown.guard(denoiser, announce=lambda text: None) as handle:
         denoiser(torch.ones(1, 4).half())

@@ -341,7 +341,7 @@ def test_what_has_no_repair_ends_the_run() -> None:
         assert_untouched(pipe),
         inject(pipe, "transformer", step=1, lasting=True),
         guard(pipe, announce=quiet) as handle,
-        pytest.raises(NonFiniteError, match=r"at step 2 of 2, in fp32\. The fault begins at"),
+        pytest.raises(NonFiniteError, match=r"in fp32 at step 2 of 2\. The fault begins at"),
     ):
         call_pipeline(pipe, "cogvideox")
     assert [repair.action for repair in handle.repairs] == ["none"]
