@@ -234,7 +234,7 @@ def test_saturation_is_seen_although_it_is_finite() -> None:
     (repair,) = handle.repairs
     assert (repair.action, repair.kind, repair.step) == ("rescaled", "clamped", 1)
     assert repair.module_path == "transformer:patch_embed.proj"
-    assert "1 clamps at fp16's maximum were hit" in repair.evidence
+    assert "1 clamp at fp16's maximum took effect in " in repair.evidence
     assert error < 2e-3
 
 

@@ -41,7 +41,7 @@ class CheckRecord(Displayed):
         findings: worst first.
         mended: the changes that `--fix` made, in sentences.
         elapsed_s: seconds in all.
-        judged: why these precisions were checked, unless they were requested, and whether sums were computed.
+        judged: why these precisions were checked unless they were requested; whether sums were computed.
     """
 
     source: str

@@ -57,21 +57,19 @@ class Fault:
 
 def name_fault(fault: Fault) -> str:
     """Describe in one sentence which NaN, Inf or clamp was found, in which component and where."""
+    where = f" in {fault.precision}{fault.place}"
     if clamped := fault.check.clamped:
-        place = f"{fault.place}, in {fault.precision}."
         begun = (
             f"`{fault.component}` returned finite values although values inside it weren't finite: "
         )
         if fault.check.is_hidden:
             names = ", ".join(dict.fromkeys(clamped))
-            return f"{begun}{names} turned Inf into finite values{place}"
+            return f"{begun}{names} turned Inf into finite values{where}."
         hits = [x for x in clamped if not is_operation(x)]
-        return (
-            f"{begun}{len(hits)} clamps at fp16's maximum were hit, the first in {hits[0]}{place}"
-        )
+        count = "1 clamp" if len(hits) == 1 else f"{len(hits)} clamps"
+        return f"{begun}{count} at fp16's maximum took effect{where}, the first in {hits[0]}."
     counts = describe_counts(list_readable(fault.output))
-    where = f"{_describe_part(fault)} in {fault.precision}{fault.place}"
-    return f"`{fault.component}` returned {counts}{where}."
+    return f"`{fault.component}` returned {counts}{_describe_part(fault)}{where}."
 
 
 _NAMES = {
