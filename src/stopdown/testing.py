@@ -42,7 +42,7 @@ def make_pipeline(
         raise ValueError(f"no tiny pipeline is called {name!r}; known: {', '.join(PIPELINE_NAMES)}")
     pipe = build_pipeline(name, seed=seed)
     if overflow is not None:
-        overflow_(getattr(pipe, overflow))
+        overflow_(getattr(pipe, overflow, None))
     with Patches() as patches:
         drop_empty_remarks(patches)
         for component in find_components(pipe).values():

@@ -201,3 +201,18 @@ def test_the_death_of_a_worker_with_a_task_is_an_event(monkeypatch: pytest.Monke
     pool._slots[0].state, pool._slots[0].deaths = "busy", 4
     assert pool.wait() == [(0, "Worker 0 ended with SIGKILL.")]
     assert (pool._slots[0].state, pool._slots[0].deaths) == ("opening", 0)
+
+
+def test_a_picture_that_is_gone_is_an_error_and_no_hang() -> None:
+    """A file that can't be opened when its item is due was taken for a worker's death without an end."""
+    ours, _theirs = multiprocessing.Pipe()
+    pool = Processes(JOB, ["cpu"])
+    pool._slots = [Slot(None, ours, "free")]
+
+    class Lost(Task):
+        def complete(self) -> Task:
+            raise PermissionError(13, "Permission denied")
+
+    with pytest.raises(PermissionError):
+        pool.give(0, Lost("1", "a", 1, Request("a")), None)
+    assert pool._slots[0].state == "free"

@@ -93,6 +93,7 @@ WRONG = {
     "unknown": ("a.jsonl", '{"promt": "a"}\n', "the field 'promt' is unknown"),
     "kind": ("a.jsonl", '{"prompt": "a", "seed": []}\n', "the field seed holds"),
     "fields": ("a.csv", "prompt,seed\na,1,2\n", "a different number of fields than the first"),
+    "field": ("a.csv", "prompt,seed,prompt\na,1,b\n", "the field 'prompt' is there twice"),
     "name": ("a.jsonl", '{"prompt": "a", "name": "../x"}\n', "'../x' is no name of a file"),
     "long name": ("a.jsonl", f'{{"name": "{"猫" * 70}"}}\n', "猫' is too long for a file"),
     "names": (

@@ -69,3 +69,10 @@ def test_the_seed_decides_the_weights_and_leaves_the_global_state() -> None:
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("component", ["scheduler", "decoder"])
+def test_what_no_rule_makes_overflow_is_refused(component: str) -> None:
+    """Nor does a component that the pipeline lacks."""
+    with pytest.raises(ValueError, match="no rule makes"):
+        testing.make_pipeline("sd", overflow=component)

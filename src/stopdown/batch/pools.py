@@ -127,10 +127,15 @@ class Processes:
         slot = self._slots[worker]
         seal = plan.seal if plan else ""
         is_new = bool(seal) and seal not in slot.known
+        message = (
+            task.complete(),
+            seal,
+            plan if is_new else None,
+        )  # an error of a picture is raised here
         slot.known.add(seal)
         slot.state = "busy"
         with contextlib.suppress(OSError):  # it died meanwhile, which `wait` finds
-            slot.channel.send((task.complete(), seal, plan if is_new else None))
+            slot.channel.send(message)
 
     def wait(self) -> list[Event]:
         """Return the events since the last call, after at most a second, so that signals can be handled."""

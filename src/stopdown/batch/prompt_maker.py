@@ -49,8 +49,8 @@ class PromptMaker:
             fields: fields of `stopdown.batch.prompts.Item`: prompt, seed, steps…
 
         Returns:
-            The item's hash `item`, `status` (made, skipped, failed), `output` (file name), `error`,
-            `elapsed_s` and `plan` (the checksum of its plan).
+            The item's hash `item`, `status` (made, also if its output was found, or failed), `output` (file
+            name), `error`, `elapsed_s` and `plan` (the checksum of its plan).
 
         Raises:
             InputError: a field is unknown or wrong, or the pipeline does not accept it.

@@ -39,7 +39,7 @@ _KINDS = {x.name: str if x.name in MEDIA else x.metadata["kind"] for x in FIELDS
 _Asked: Any = dataclasses.make_dataclass(
     "_Asked", [("line", int), *((x, kind | None, None) for x, kind in _KINDS.items())], frozen=True
 )
-"""Record with every field of a request; pictures and videos are given as paths or URLs."""
+"""Record with every field of a request; pictures and videos are given as paths."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +209,9 @@ def _read_json_lines(given: str, text: str) -> Iterator[Item]:
 def _read_csv(given: str, text: str) -> Iterator[Item]:
     reader = csv.DictReader(io.StringIO(text), strict=True)
     try:
+        names = [x for name in reader.fieldnames or () if (x := name.strip())]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise _refuse(given, 1, f"the field {twice[0][:60]!r} is there twice.")
         for row in reader:
             if None in row or None in row.values():
                 raise _refuse(

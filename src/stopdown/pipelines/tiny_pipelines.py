@@ -136,7 +136,7 @@ def read_streams() -> dict[str, Stream]:
     return {class_name: row for row in rows for class_name in row.classes}
 
 
-def overflow_(module: torch.nn.Module) -> int:
+def overflow_(module: torch.nn.Module | None) -> int:
     """Scale a module's weights in place so that it overflows in fp16, but not in fp32 or bf16.
 
     Returns:
@@ -144,7 +144,7 @@ def overflow_(module: torch.nn.Module) -> int:
     """
     known = read_streams()
     stream = known.get(type(module).__name__)
-    if stream is None:
+    if module is None or stream is None:
         raise ValueError(f"no rule makes {type(module).__name__} overflow; known: {list(known)}")
     written = list(_find_stream_tensors(module, stream))
     exponent = _choose_exponent(written)
