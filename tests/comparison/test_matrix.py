@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import stopdown
 from models.comparisons import SMALL, run_by_hand
 from models.snapshots import assert_untouched
 from stopdown import compare, testing
@@ -18,7 +19,7 @@ from stopdown.comparison import cells as cells_module
 from stopdown.comparison import matrix
 from stopdown.comparison.records import Comparison
 from stopdown.comparison.subjects import Subject, describe_subject
-from stopdown.errors import OptionError
+from stopdown.errors import InputError, OptionError, OutputError
 from stopdown.pipelines.requests import Request
 
 PROMPTS = ["a red circle", "a blue square"]
@@ -256,3 +257,43 @@ def test_a_finished_row_has_the_line_of_the_present_file(tmp_path: Path) -> None
         )
         kept += made.run()
     assert [x.row.line for x in kept] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        ([], "No prompts were given"),
+        ([(1, "a", 2)], "was given \\(1, 'a', 2\\), a tuple"),
+        ([("a", "b")], "was given \\('a', 'b'\\), a tuple"),
+    ],
+)
+def test_prompts_that_are_none_are_refused(pipe: Any, prompts: Any, said: str) -> None:
+    """An empty list was answered with a verdict, and a wrong pair with a traceback."""
+    with pytest.raises(OptionError, match=said):
+        matrix.number_prompts(prompts)
+
+
+def test_a_text_without_encoding_is_a_prompt() -> None:
+    """A name of a file that isn't UTF-8 is told apart from others like any text."""
+    assert matrix._hash("caf\udce9", 0) != matrix._hash("caf\udce8", 0)
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    """In a sentence, as every other output is."""
+    (tmp_path / "cells").touch()
+    module = torch.nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(OutputError, match="couldn't be written: Not a directory"):
+        compare(
+            {"net": module},
+            lambda: module(torch.ones(1, 4)),
+            "fp32,bf16",
+            folder=tmp_path / "cells",
+        )
+
+
+def test_a_pipeline_under_a_plan_is_refused() -> None:
+    """Its weights are scaled and cast, so that each precision would be another one's."""
+    pipe = testing.make_pipeline("sd")
+    with stopdown.fp16(pipe), pytest.raises(InputError, match="is under a plan: its"):
+        compare(pipe, PROMPTS[:1], "fp32,bf16", request=Request(steps=1))
+    describe_subject(pipe, Request(prompt="a"))

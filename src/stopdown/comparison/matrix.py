@@ -55,9 +55,9 @@ from stopdown.comparison.verdicts import (
 from stopdown.component_calls.components import explain_run
 from stopdown.devices.device_choice import name_device
 from stopdown.devices.environment import describe_machine, require_package
-from stopdown.errors import InputError, describe_error
+from stopdown.errors import InputError, OptionError, describe_error
 from stopdown.files.json_files import UnreadableError, read_json_table
-from stopdown.files.outputs import written_beside
+from stopdown.files.outputs import explain_refusal, written_beside
 from stopdown.frames.media import to_uint8
 from stopdown.operations import keeps_clamps
 from stopdown.pipelines.requests import MEDIA, Request, check_request
@@ -320,7 +320,10 @@ def compare(
         stack.callback(subject.close)
         needs_clamp = any(map(keeps_clamps, subject.classes))
         place = folder / _sign_request(subject, asked, limits, names, len(numbered))
-        place.mkdir(parents=True, exist_ok=True)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise explain_refusal(folder, error, "with folder=...") from error
         ranked = rank_precisions(names, needs_clamp=needs_clamp)
         matrix = _Matrix(subject, asked, numbered, names, limits, place, told, ranked, runs)
         matrix.read_variants()
@@ -339,9 +342,12 @@ def number_prompts(
     expected = "A prompt is a text; a program that is no pipeline is run by a function."
     remedy = 'Use compare(pipe, ["a red circle"]).'
     check_type("compare(prompts)", listed, (Sequence, Set), expected, remedy)
+    if not listed:
+        raise OptionError("No prompts were given.", expected=expected, remedy=remedy)
     for one in listed:
-        if not callable(one):
-            check_type("compare(prompts)", one, (str, tuple), expected, remedy)
+        is_pair = isinstance(one, tuple) and len(one) == 2
+        if not (callable(one) or (is_pair and isinstance(one[0], int) and isinstance(one[1], str))):
+            check_type("compare(prompts)", one, str, expected, remedy)
     runs = [one for one in listed if callable(one)]
     if 0 < len(runs) < len(listed):
         raise explain_run("Texts and functions were given together.", "compare")
@@ -440,4 +446,4 @@ def _sign_request(
 
 
 def _hash(text: str, seed: int) -> str:
-    return hashlib.sha256(f"{seed}:{text}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{seed}:{text}".encode(errors="surrogatepass")).hexdigest()[:16]

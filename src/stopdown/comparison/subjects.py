@@ -33,7 +33,7 @@ from stopdown.component_calls.components import (
 from stopdown.devices.device_choice import Device, choose_device
 from stopdown.devices.device_memory import free_memory
 from stopdown.devices.format_support import probe_formats
-from stopdown.errors import OptionError, StopdownError
+from stopdown.errors import InputError, OptionError, StopdownError
 from stopdown.fake_tensors.fake_modules import detach_derived
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import find_stored
@@ -42,7 +42,7 @@ from stopdown.number_formats import FORMATS, format_bytes
 from stopdown.pipelines.class_selection import select_pipeline
 from stopdown.pipelines.drawn_inputs import complete_request
 from stopdown.pipelines.requests import Request, build_arguments, name_pipeline_arguments
-from stopdown.plans.applier import AppliedPlan, apply_plan
+from stopdown.plans.applier import PLANNED, AppliedPlan, apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.certified import certify_program
 from stopdown.plans.plan_choice import choose_plan
@@ -189,7 +189,9 @@ def describe_subject(
             because tiles change the picture.
     """
     if not isinstance(given, (str, Path, Source)):
-        if check_run(given, runs or None, None, "compare"):
+        has_runs = check_run(given, runs or None, None, "compare")
+        _refuse_planned(given)
+        if has_runs:
             _refuse_options(request)
             return _describe_program(given, runs)
         name_pipeline_arguments(type(given), request)
@@ -222,6 +224,17 @@ def describe_subject(
         identity=[source.scheduler, str(limit_bytes) if memory is not None else ""],
         keeps_one=memory is not None,
     )
+
+
+def _refuse_planned(program: Any) -> None:
+    """Refuse a program under a plan or a repair, whose weights are no longer those to be compared."""
+    for name, module in find_components(program).items():
+        if PLANNED in vars(module):
+            raise InputError(
+                f"The program to compare is under a plan: its {name} is scaled, or cast inside.",
+                expected="Each precision is made from a program as it was loaded.",
+                remedy="Take it off first: guard.remove(). Or compare what it was loaded from.",
+            )
 
 
 def _choose_plan(
