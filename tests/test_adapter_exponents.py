@@ -53,6 +53,7 @@ def test_magnitudes_and_biases_have_the_exponents_of_their_rows() -> None:
         ({**draw(), "lora_B.bias": torch.ones(4)}, "it adds a bias to a layer without one"),
         ({"diff": torch.ones(3, 5)}, "a tensor of it is 3x5, and 4 rows have several exponents"),
         ({**draw(), "magnitude": torch.ones(5)}, "its magnitudes belong to columns"),
+        ({**draw(), "magnitude": torch.ones(1, 4)}, "its magnitudes belong to columns"),
     ],
 )
 def test_an_adapter_without_a_rule_is_refused(parts: dict[str, torch.Tensor], what: str) -> None:

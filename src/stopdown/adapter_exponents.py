@@ -91,11 +91,18 @@ def _scale_lora(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """
     if "lora_B" not in parts or "lora_A" not in parts:
         raise ScalingError(f"it has {', '.join(sorted(parts))} and not both matrices")
-    if "magnitude" in parts and parts["magnitude"].numel() != len(rows) and not _is_uniform(rows):
+    is_by_column = "magnitude" in parts and _lies_along_columns(parts["magnitude"], rows)
+    if is_by_column and not _is_uniform(rows):
         raise ScalingError("its magnitudes belong to columns, and the rows have several exponents")
     shared = _choose_share(parts["lora_A"], parts["lora_B"], rows)
     down = torch.full((1,) * parts["lora_A"].dim(), shared, dtype=torch.int32)
     return {"lora_A": down, "lora_B": _spread(parts["lora_B"], rows - shared, 0)}
+
+
+def _lies_along_columns(magnitude: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Return whether a DoRA's magnitudes belong to columns. LyCORIS writes `[1, in]` for a linear layer."""
+    is_row = magnitude.dim() == 2 and magnitude.shape[0] == 1 < magnitude.shape[1]
+    return is_row or magnitude.numel() != len(rows)
 
 
 def _choose_share(down: torch.Tensor, up: torch.Tensor, rows: torch.Tensor) -> int:

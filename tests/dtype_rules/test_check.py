@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,23 @@ def test_mending_leaves_weights_that_are_stored_in_fp8() -> None:
     changed = {name: dtype for name, dtype in after.items() if dtype != before[name]}
     assert set(changed.values()) == {torch.bfloat16}
     assert all(name.startswith("norm_final.") for name in changed)
+
+
+def test_another_thread_gets_its_results_while_a_program_is_checked() -> None:
+    """It got zeros, as the checked run does."""
+    module, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
+    seen = list[torch.Tensor]()
+
+    def run() -> None:
+        other = threading.Thread(target=lambda: seen.append(module(x)))
+        other.start()
+        other.join()
+        seen.append(module(x))
+
+    assert check({"denoiser": module}, device="a100", run=run) == []
+    right, checked = seen
+    assert torch.equal(right, module(x))
+    assert not checked.any()
 
 
 @pytest.mark.thorough

@@ -279,3 +279,20 @@ def test_bitsandbytes_files_are_known(tmp_path: Path) -> None:
 def test_every_sample_is_used() -> None:
     """The layouts above are all that there are."""
     assert len(SAFETENSORS) == 6
+
+
+def test_a_complex_table_is_no_quantised_weight(tmp_path: Path) -> None:
+    """A file in fp32 with rotary frequencies was said to be of a model that was trained in bf16."""
+    path = tmp_path / "file.safetensors"
+    save_file({"freqs": torch.ones(4, 4, dtype=torch.complex64), "w": torch.ones(4, 4)}, path)
+    assert inspect(path).findings == inspect(path, "t4").findings == ()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e8m0fnu]
+)
+def test_no_fp8_is_stored_on_a_mac(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Whatever its kind."""
+    save_file({"w": torch.ones(4, 4).to(dtype)}, tmp_path / "file.safetensors")
+    kinds = {x.kind for x in inspect(tmp_path / "file.safetensors", "mps-m3").findings}
+    assert "codes-unsupported" in kinds

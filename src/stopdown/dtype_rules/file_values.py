@@ -221,7 +221,7 @@ def _check_backends(file: WeightFile, profile: Profile | None) -> Iterator[Findi
     stored = Counter[str]()
     for weight in file.weights:
         stored[weight.stored] += weight.size_bytes
-    has_fp8 = any("fp8" in kind or "float8" in kind for kind in stored)
+    has_fp8 = any(re.search(r"fp8|float8|F8_", kind) for kind in stored)
     if has_fp8 and profile and profile.kind == "mps":
         evidence = f"{profile.title} doesn't store fp8 (pytorch/pytorch#148420)."
         yield make_finding("codes-unsupported", file.path.name, evidence)
@@ -237,7 +237,7 @@ def _check_backends(file: WeightFile, profile: Profile | None) -> Iterator[Findi
 def is_quantised(stored: str) -> bool:
     """Return whether a storage format is quantised: codes with scales, or fp8."""
     return stored not in ("fp16", "fp32", "bf16", "fp64") and not re.fullmatch(
-        r"u?int\d+|bool", stored
+        r"u?int\d+|complex\d+|bool", stored
     )
 
 

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -219,6 +220,7 @@ class _DryRun:
 
     Attributes:
         copy: replaces a callee by one on a copy without weights; None for a skeleton.
+        thread: thread that runs a live program; calls in others are computed as usual.
         last: component call at which the run ends; None to run to the end.
     """
 
@@ -229,6 +231,7 @@ class _DryRun:
         copy: Callable[[Callee], Callee] | None = None,
     ) -> None:
         self.listeners, self.answers, self.copy = listeners, answers, copy
+        self.thread = threading.get_ident()
         self.last: Callee | None = None
 
     def go(self, program: Any, start: Callable[[], Any], arguments: Mapping[str, Any]) -> None:
@@ -252,6 +255,8 @@ class _DryRun:
     def _answer(self, call: ComponentCall) -> Any:
         """Return the output of a component call, with zeros for unknown values, and notify listeners."""
         is_last = call.callee == self.last
+        if self.copy is not None and threading.get_ident() != self.thread:
+            return call.proceed()
         if self.copy is not None:
             used = self.copy(call.callee)
             call = dataclasses.replace(call, callee=used, below=getattr(used.owner, used.method))
