@@ -133,7 +133,7 @@ def test_the_command_foretells_an_overflow(run: Any, save_tiny: Callable[..., Pa
     words = ("check", folder, "--precision", "fp16", "--device", "v100", "--json")
     code, out, err = run(*words, "--sums")
     assert (code, err) == (1, "")
-    assert json.loads(out)["judged"] == "Its sums were computed in fp32, in two steps."
+    assert json.loads(out)["judged"] == "Two steps were run in fp32 to check sums."
     named = [f for f in json.loads(out)["findings"] if f["kind"] == "product-overflows"]
     assert named
     assert all(f["module_path"].startswith("text_encoder:encoder.block.") for f in named)

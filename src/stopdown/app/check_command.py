@@ -187,7 +187,7 @@ def check_model(options: CheckOptions, display: Display | None = None) -> CheckR
     if precision in (None, "auto"):
         precision, judged = choose_auto(source, options.device)
     if options.sums:
-        judged = f"{judged} Its sums were computed in fp32, in two steps.".lstrip()
+        judged = f"{judged} Two steps were run in fp32 to check sums.".lstrip()
     checked = inspect_pipeline(
         source,
         precision=precision,

@@ -150,7 +150,7 @@ def _print_fits(device: DeviceHealth, console: Console, option: str) -> None:
         told = f"fits in {fit.precision}."
         if fit.seconds:
             told += f" 50 steps take {format_range(*fit.seconds)}."
-        told += f" Memory: {peak} of {has}{host} (strategy {fit.strategy})."
+        told += f" Memory: about {peak} of {has}{host} (strategy {fit.strategy})."
         if not fit.strategy:
             told = f"doesn't fit: {fit.precision} takes at least {peak}, and the device has {has}."
         print_prose(console, f"  {fit.model}, {fit.size}: {told}")

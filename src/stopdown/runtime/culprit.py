@@ -451,7 +451,7 @@ def _describe_operands(inputs: list[torch.Tensor]) -> Iterator[str]:
     for tensor in inputs[:4]:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         amax = measure_amax(tensor)
-        size = word_size(amax) if amax >= 1e4 else f"{amax:.4g}"
+        size = word_size(amax) if amax >= 1e4 else f"{amax:,.4g}"
         yield f"{name_dtype(tensor.dtype)} {shape} up to {size}"
 
 
