@@ -159,14 +159,18 @@ def test_workflows_name_nodes_that_are_there(path: Path) -> None:
     assert 0 < picture.stat().st_size < 100_000
 
 
-def load_sessions(monkeypatch: pytest.MonkeyPatch) -> Any:
-    spec = importlib.util.spec_from_file_location("sessions", PACK / "sessions.py")
+def load_module(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    spec = importlib.util.spec_from_file_location(name, PACK / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    sessions = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, sessions)
-    spec.loader.exec_module(sessions)
-    return sessions
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_sessions(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return load_module("sessions", monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -392,3 +396,20 @@ def test_sums_of_both_directions_of_a_vae_are_judged(sessions: Any) -> None:
     vae.decode(make_row(1, 2))
     for _, record in session.take_runs():
         assert [x.kind for x in record.findings if x.kind == "sums-in-fp16"]
+
+
+def test_a_model_is_saved_from_a_copy_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weight is copied where it lies, as the device may have no room for it."""
+    import torch
+
+    files = load_module("files", monkeypatch)
+    net = torch.nn.BatchNorm1d(4).bfloat16()
+    net.tied, before = net.weight, net.weight.clone()
+    with monkeypatch.context() as refused:
+        refused.setattr(torch.nn.Parameter, "__deepcopy__", None)
+        made = files.copy_to_host(net)
+    assert made.weight.dtype == made.running_mean.dtype == torch.float32
+    assert made.num_batches_tracked.dtype == torch.int64
+    assert made.tied is made.weight
+    made.weight.data.zero_()
+    assert torch.equal(net.weight, before)

@@ -38,7 +38,7 @@ def save_fp16(model: Any, session: Any, prefix: str) -> str:
         )
     with torch.inference_mode(False), torch.no_grad():
         comfy.model_management.load_models_gpu([model], force_patch_weights=True)
-        module = copy.deepcopy(model.model.diffusion_model).float().cpu()
+        module = copy_to_host(model.model.diffusion_model)
         for part in module.modules():
             vars(part).pop("comfy_cast_weights", None)
         scaling = _find_scaling(module, [_renew(call, module) for call in calls])
@@ -48,6 +48,20 @@ def save_fp16(model: Any, session: Any, prefix: str) -> str:
     entries = {RESCALED_ENTRY: "diffusion_model"} if scaling.exponents else {}
     save_file(weights, path, metadata={"format": "pt", **entries})
     return f"{path}: {len(weights)} tensors, {len(scaling.exponents)} of them scaled."
+
+
+def copy_to_host(module: Any) -> Any:
+    """A copy in fp32 in host memory, tensor by tensor: the device has no room for a second model."""
+    import torch
+
+    plain = (torch.Tensor, torch.nn.Parameter)  # quantised weights are copied by their own code
+    memo: dict[int, Any] = {}
+    for tensor in (x for x in (*module.parameters(), *module.buffers()) if type(x) in plain):
+        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        made = tensor.detach().to("cpu", copy=True).to(dtype)
+        is_weight = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(made, tensor.requires_grad) if is_weight else made
+    return copy.deepcopy(module, memo).float().cpu()
 
 
 def _renew(call: Any, module: Any) -> Any:

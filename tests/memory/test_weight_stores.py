@@ -155,6 +155,18 @@ def test_calls_under_a_plan_while_weights_come_and_go(
         assert all(map(torch.equal, run(placement), run(None)))
 
 
+def test_weights_of_inference_mode_are_changed_where_they_wait(tmp_path: Path) -> None:
+    """PyTorch counts no writes of tensors that were made in inference mode; the store has them anyway."""
+    with torch.inference_mode():
+        module, store = torch.nn.Linear(4, 4), WeightStore("cpu", tmp_path)
+        module.weight.fill_(1)
+        store.store(module.weight)
+        with store.opened(module):
+            module.weight.mul_(2)
+        store.close()
+        assert torch.equal(module.weight, torch.full((4, 4), 2.0))
+
+
 def test_weights_that_wait_in_their_file_go_back_there(
     save_tiny: Callable[..., Path], tmp_path: Path
 ) -> None:

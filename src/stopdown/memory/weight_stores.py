@@ -137,10 +137,10 @@ class WeightStore(SameInCopies):
         try:
             for tensor in away:
                 self.load(tensor)
-            before = {id(x): (x.data_ptr(), x._version) for x in waiting}
+            before = {id(x): _mark_state(x) for x in waiting}
             yield
             for tensor in waiting:
-                if before[id(tensor)] != (tensor.data_ptr(), tensor._version):
+                if before[id(tensor)] != _mark_state(tensor):
                     self._kept[id(tensor)] = StoredWeight(self._write(tensor), tensor.dtype)
                     self._sizes[id(tensor)] = tensor.untyped_storage().nbytes()
         finally:
@@ -275,6 +275,13 @@ class WeightStore(SameInCopies):
         if is_mapped(tensor):
             return tensor.detach()  # `_own` gives the tensor another storage
         return map_copy(tensor, self._place)
+
+
+def _mark_state(tensor: torch.Tensor) -> object:
+    """Return a mark that changes with a tensor's values, and always for one made in inference mode, whose
+    writes PyTorch doesn't count.
+    """
+    return object() if tensor.is_inference() else (tensor.data_ptr(), tensor._version)
 
 
 @contextlib.contextmanager
