@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import stopdown
 from models import pipeline_calls
 from models.injected_faults import inject
 from models.pipeline_calls import call_pipeline, quiet
-from models.snapshots import assert_untouched
+from models.snapshots import assert_untouched, compare_snapshot, take_snapshot
 from stopdown import testing
 from stopdown.component_calls.pipeline_interception import put_run_layer
 from stopdown.errors import NonFiniteError
@@ -537,6 +538,56 @@ def test_a_guard_goes_with_its_pipeline() -> None:
     gc.collect()
     assert weights() is None
     assert vars(kind)["__call__"] is call
+
+
+def put_plan(pipe: Any) -> Any:
+    """A plan with exponents and casts, without a guard."""
+    return stopdown.apply_plan(pipe, stopdown.make_plan(pipe))
+
+
+PUT: dict[str, Callable[[Any], Any]] = {
+    "guard": lambda pipe: guard(pipe, announce=quiet),
+    "plan": put_plan,
+    "both": lambda pipe: stopdown.fp16(pipe),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", PUT)
+def test_a_component_that_its_pipeline_drops_is_freed(way: str) -> None:
+    """With little memory a text encoder is dropped once the prompt is encoded; the next run frees it."""
+    pipe = testing.make_pipeline("sd")
+    handle = PUT[way](pipe)
+    states = pipe.encode_prompt("a", "cpu", 1, False)[0]
+    weights = weakref.ref(next(pipe.text_encoder.parameters()))
+    pipe.text_encoder = None
+    for _ in range(2):
+        pipe(prompt_embeds=states, num_inference_steps=1, guidance_scale=1.0, output_type="latent")
+    gc.collect()
+    assert weights() is None
+    if way == "plan":
+        handle.undo()
+    else:
+        counted = {x.component: x.calls for x in handle.record.calls}
+        assert (counted["text_encoder"], counted["unet"]) == (1, 2)
+        handle.remove()
+
+
+@pytest.mark.thorough
+def test_a_component_that_is_replaced_is_as_before_the_guard() -> None:
+    """Its repairs come off at the next run; once it is back, it's guarded again."""
+    pipe = testing.make_pipeline("sd", overflow="unet", dtype=torch.float16)
+    first, other = pipe.unet, testing.make_pipeline("sd", dtype=torch.float16).unet
+    before = take_snapshot(first)
+    with assert_untouched(pipe), guard(pipe, announce=quiet, maxima=True) as handle:
+        call_pipeline(pipe, "sd")
+        assert compare_snapshot(before, first)
+        pipe.unet = other
+        call_pipeline(pipe, "sd")
+        assert compare_snapshot(before, first) == []
+        pipe.unet = first
+        call_pipeline(pipe, "sd")
+    assert [(x.component, x.action) for x in handle.repairs] == [("unet", "rescaled")] * 2
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -31,7 +31,7 @@ from stopdown.errors import InputError
 from stopdown.records import JournalUse, RunRecord, read_record
 from stopdown.runtime import journal
 from stopdown.runtime.guard import guard
-from stopdown.runtime.journal import _VERSION, Journal, _describe_pipeline
+from stopdown.runtime.journal import _VERSION, Journal, describe_program
 from stopdown.runtime.journal_values import digest_call, pack, unpack
 
 Run = Callable[..., tuple[np.ndarray[Any, Any], JournalUse]]
@@ -645,7 +645,7 @@ def test_the_file_of_a_call_holds_its_tensors(recorded: Recorded) -> None:
 def test_settings_are_the_same_in_every_process() -> None:
     """What Diffusers notes about defaults comes from a set, whose order no run is told apart by."""
     pipe = testing.make_pipeline("cogvideox")
-    described = _describe_pipeline(pipe)["scheduler's settings"]
+    described = describe_program(pipe)["scheduler's settings"]
     assert pipe.scheduler.config["_use_default_values"]
     assert "beta_end" in described
     assert "_use_default_values" not in described

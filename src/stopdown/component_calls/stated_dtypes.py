@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from types import FrameType, ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -64,15 +64,16 @@ def state_dtypes(
         narrow: modules whose arguments are cast at their entrance, in fp16 now or later.
         wide: modules that may return values beyond fp16.
     """
+    held = WeakSet(narrow), WeakSet(wide)
     with CHANGING:
-        for known, modules in ((_narrow, narrow), (_wide, wide)):
+        for known, modules in zip((_narrow, _wide), held, strict=True):
             for module in modules:
                 known[module] = known.get(module, 0) + 1
         _update_classes()
-    patches.defer(partial(_leave, narrow, wide))
+    patches.defer(partial(_leave, *held))
 
 
-def _leave(narrow: Collection[nn.Module], wide: Collection[nn.Module]) -> None:
+def _leave(narrow: WeakSet[nn.Module], wide: WeakSet[nn.Module]) -> None:
     with CHANGING:
         for known, modules in ((_narrow, narrow), (_wide, wide)):
             for module in modules:

@@ -20,7 +20,9 @@ import functools
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -37,7 +39,15 @@ from stopdown.module_calls.outermost_calls import THREAD
 Layer = Callable[[ComponentCall], Any]
 """A function that runs around a method; it continues by `call.proceed()` and returns the output."""
 
-_Layers = tuple[tuple["Rank", Callee, Layer], ...]
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    rank: Rank
+    callee: Callee
+    layer: Layer
+
+
+_Layers = tuple[_Entry, ...]
 
 
 class Rank(enum.IntEnum):
@@ -96,10 +106,10 @@ class _Stack:
         if self._is_inherited and getattr(self.original, "__func__", now) is not now:
             self.original = types.MethodType(cast(Any, now), self.owner)
 
-    def add(self, entry: tuple[Rank, Callee, Layer]) -> None:
-        self.layers = tuple(sorted((*self.layers, entry), key=lambda one: one[0]))
+    def add(self, entry: _Entry) -> None:
+        self.layers = tuple(sorted((*self.layers, entry), key=lambda one: one.rank))
 
-    def remove(self, entry: tuple[Rank, Callee, Layer]) -> None:
+    def remove(self, entry: _Entry) -> None:
         """Remove one layer; with the last one, restore the method unless other code has replaced it."""
         with CHANGING:
             self.layers = tuple(other for other in self.layers if other is not entry)
@@ -148,8 +158,8 @@ def _enter(original: Callable[..., Any], layers: _Layers, args: Any, kwargs: Any
     def go_on(*args: Any, **kwargs: Any) -> Any:
         return _enter(original, layers[:-1], args, kwargs)
 
-    _, callee, outermost = layers[-1]
-    return outermost(ComponentCall(callee, args, kwargs, go_on))
+    outermost = layers[-1]
+    return outermost.layer(ComponentCall(outermost.callee, args, kwargs, go_on))
 
 
 def put_layer(
@@ -162,12 +172,14 @@ def put_layer(
 ) -> None:
     """Route the calls of a method through `layer`, until `patches` is undone.
 
+    The patches don't keep the owner alive, so that a program can drop a component under a plan or guard.
+
     Args:
         owner: the module, object or class with the method.
         rank: the layer is outside of those of a lower or the same rank, and inside of higher ones.
         callee: describes the call to the layer; None names it by its method.
     """
-    entry = (rank, callee or Callee(method, owner, method, "call"), layer)
+    entry = _Entry(rank, callee or Callee(method, owner, method, "call"), layer)
     with CHANGING:
         found = vars(owner).get(method)
         stack = _find_stack(found)
@@ -176,13 +188,18 @@ def put_layer(
         ):  # a wrapper copies the attributes of a function
             stack = _Stack(owner, method)
         stack.add(entry)
-    patches.defer(functools.partial(stack.remove, entry))
+    patches.defer(functools.partial(_remove, weakref.ref(stack), weakref.ref(entry)))
+
+
+def _remove(stack: weakref.ref[_Stack], entry: weakref.ref[_Entry]) -> None:
+    if (held := stack()) is not None and (one := entry()) is not None:
+        held.remove(one)
 
 
 def has_layer(owner: object, method: str, rank: Rank) -> bool:
     found = vars(owner).get(method)
     stack = _find_stack(found.code if isinstance(found, PartCall) else found)
-    return stack is not None and any(x is rank for x, *_ in stack.layers)
+    return stack is not None and any(x.rank is rank for x in stack.layers)
 
 
 def _find_stack(found: object) -> _Stack | None:
@@ -323,9 +340,9 @@ def copy_layers(source: torch.nn.Module, target: torch.nn.Module, below: Rank) -
     patches = Patches()  # never undone: they belong to the copy
     for name, found in list(vars(source).items()):
         stack = _find_stack(found)
-        for rank, callee, layer in stack.layers if stack is not None else ():
-            if Rank.ENDS < rank < below:
-                put_layer(target, name, layer, patches, rank, callee)
+        for one in stack.layers if stack is not None else ():
+            if Rank.ENDS < one.rank < below:
+                put_layer(target, name, one.layer, patches, one.rank, one.callee)
 
 
 def drop_upcast(module: torch.nn.Module, patches: Patches) -> bool:

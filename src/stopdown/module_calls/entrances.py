@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from stopdown.errors import ScalingError, take_first_line
 from stopdown.interception.autocast import without_autocast
-from stopdown.interception.patches import Patches
+from stopdown.interception.patches import Patches, call_while_alive
 from stopdown.interception.tracing import is_traced
 from stopdown.module_calls.call import ComponentCall, are_finite, cast_floats, narrow_if_finite
 from stopdown.module_calls.kept_state import HeldContainers
@@ -92,7 +92,7 @@ class Entrance:
 
     def _put_on(self) -> None:
         if not self._layers:
-            self.patches.defer(self._take_off)
+            self.patches.defer(call_while_alive(self._take_off))
         for layer in self.module.modules():
             if type(layer) in _IN_FP32 and "forward" not in vars(layer):
                 self._layers[layer] = made = _WideLayer(layer, layer.forward)

@@ -18,10 +18,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -150,7 +151,7 @@ class AppliedPlan:
         decisions: how each component call runs, as written to records.
         patches: casts and checks around the component calls, and the second copy of an autoencoder whose
             two directions run in different precisions.
-        entries: component → the entry applied to its module.
+        entries: component → the entry applied to its module, which holds it: it goes with the module.
         offloader: keeps runs within a memory limit while it is entered; None without a limit.
     """
 
@@ -158,7 +159,7 @@ class AppliedPlan:
     plan: Plan
     decisions: tuple[ComponentPlan, ...] = ()
     patches: Patches = field(default_factory=Patches)
-    entries: dict[str, AppliedEntry] = field(default_factory=dict)
+    entries: WeakValueDictionary[str, AppliedEntry] = field(default_factory=WeakValueDictionary)
     offloader: Offloader | None = None
 
     def __repr__(self) -> str:
@@ -174,7 +175,7 @@ class AppliedPlan:
     def undo(self) -> None:
         """Restore the pipeline, bit for bit if its old weights were kept. A second call does nothing."""
         self.patches.undo()
-        for entry in reversed(self.entries.values()):
+        for entry in reversed(list(self.entries.values())):
             entry.undo()
 
     def __enter__(self) -> AppliedPlan:
@@ -688,7 +689,9 @@ def _load_precision(
 def explain_foreign_casts(pipe: Any, plan: Plan, patches: Patches) -> None:
     """Name the component that somebody has cast since the plan, if a later call fails on mixed dtypes."""
     entries = {name_component(entry.component) for entry in plan.components}
-    modules = {name: x for name, x in find_components(pipe).items() if name in entries}
+    modules = WeakValueDictionary(
+        {name: x for name, x in find_components(pipe).items() if name in entries}
+    )
     known = {name: _read_dtypes(module) for name, module in modules.items()}
 
     def put(callee: Callee, layers: Patches) -> None:
@@ -714,7 +717,7 @@ def explain_foreign_casts(pipe: Any, plan: Plan, patches: Patches) -> None:
 
 
 def _find_cast(
-    modules: dict[str, torch.nn.Module], known: dict[str, dict[str, torch.dtype]]
+    modules: Mapping[str, torch.nn.Module], known: dict[str, dict[str, torch.dtype]]
 ) -> str:
     """Describe the first component with a parameter in another dtype than its plan left; return "" for
     none.

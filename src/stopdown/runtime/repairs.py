@@ -99,6 +99,14 @@ class Calibration(ObservedCalls):
     tried: set[Hashable] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class Admission:
+    """Whether a component's calls are guarded, and the hooks that record activation ranges in them."""
+
+    is_given: bool
+    sensors: Patches = field(default_factory=Patches)
+
+
 @dataclass
 class Component:
     """A component under a guard, with its applied repairs and the ranges of its failed calls.
@@ -112,7 +120,7 @@ class Component:
         code: cache of its compiled code, which ignores later hooks; None if it isn't compiled.
         calibration: measured ranges of its failed calls; it doesn't keep the component alive.
         notes: activation ranges recorded during the current call.
-        is_admitted: whether its calls are guarded and hooks record `notes`; None if undecided.
+        admission: whether its calls are guarded, with the hooks that record `notes`; None if undecided.
     """
 
     module: torch.nn.Module
@@ -123,12 +131,17 @@ class Component:
     code: KeptCode | None = None
     calibration: Calibration = field(default_factory=Calibration)
     notes: Notes = field(default_factory=Notes)
-    is_admitted: bool | None = None
+    admission: Admission | None = None
     _under: AppliedEntry | None = None
     _patches: Patches = field(default_factory=Patches)
 
     def __post_init__(self) -> None:
         self._entrance = Entrance(self.module, Patches())
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether its calls are guarded; False if undecided."""
+        return self.admission is not None and self.admission.is_given
 
     @property
     def planned(self) -> tuple[ComponentPlan, ...]:
@@ -152,19 +165,22 @@ class Component:
             applied.help = self._list_help()
         self._help_watch(self._list_help())
 
-    def admit(self, patches: Patches, *, is_compiled: bool, maxima: bool) -> None:
-        """Admit the component to the guard, and hook its modules to record activation ranges.
+    def admit(self, *, is_compiled: bool, maxima: bool) -> None:
+        """Admit the component to the guard, and hook its modules to record activation ranges until it
+        leaves.
 
         Args:
             is_compiled: register no hooks, because they wouldn't run.
             maxima: record those of each block as well.
         """
-        if not (self.is_admitted or is_compiled):
-            put_sensors(self.module, self.notes, patches, maxima=maxima)
-        self.is_admitted = True
+        self.admission = Admission(True)
+        if not is_compiled:
+            put_sensors(self.module, self.notes, self.admission.sensors, maxima=maxima)
 
     def leave(self) -> None:
         """Restore the component to the state before the guard. A second call does nothing."""
+        if self.admission is not None:
+            self.admission.sensors.undo()
         if self._under is None or self._under.is_over:
             self.take_off()
             return
@@ -441,7 +457,7 @@ class Component:
     def overlaps(self, modules: Collection[int]) -> bool:
         """Return whether the component is guarded and has any of these modules, given by their ids."""
         own = (id(part) for part in self.module.modules())
-        is_guarded = self.is_admitted or self._under is not None
+        is_guarded = self.is_guarded or self._under is not None
         return bool(is_guarded) and any(part in modules for part in own)
 
     def name_precisions(self) -> tuple[str, ...]:

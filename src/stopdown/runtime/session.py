@@ -25,7 +25,7 @@ import fnmatch
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,7 +60,7 @@ from stopdown.runtime.kept_code import KeptCode
 from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import ON_FAULT, OnFault
-from stopdown.runtime.repairs import Calibration, Component, computes_bf16
+from stopdown.runtime.repairs import Admission, Calibration, Component, computes_bf16
 from stopdown.scaling import CallWatch, ComponentCall, Rank, intercept
 from stopdown.sources.hub import Progress
 
@@ -187,6 +187,7 @@ class Session(SameInCopies):
             outer: listener outside of plans and memory strategies.
         """
         self._listeners = inner, outer
+        self.patches.defer(self._leave_all)
         for callee in self._list_callees():
             self._guard_call(callee)
 
@@ -209,11 +210,14 @@ class Session(SameInCopies):
         return find_adapter(self.pipe) is GENERAL
 
     def follow(self, *, is_late: bool = False) -> None:
-        """Intercept the calls of components that were compiled or replaced since the last time.
+        """Intercept the calls of components that were compiled or replaced since the last time, and drop
+        those that the program no longer has.
 
         Args:
             is_late: the run has begun, so its encoders were already called.
         """
+        if not is_late:
+            self._drop_gone()
         for callee in self.list_moved():
             if is_late and callee.stage == "encode":
                 self.log.leave(
@@ -245,6 +249,19 @@ class Session(SameInCopies):
                     is_fault=False,
                 )
 
+    def _drop_gone(self) -> None:
+        """Restore components that the program no longer has, and keep nothing of them but the calls'
+        statistics, so that their memory is freed.
+        """
+        there = {id(find_module(x)) for x in find_callees(self.pipe)}
+        for state in [x for x in list(self.components.values()) if id(x.module) not in there]:
+            with find_lock(state.module).changing():
+                state.leave()
+                for call in self.list_calls(state):
+                    call.move_to(replace(call.callee, owner=_NO_MODULE), Component(_NO_MODULE), "")
+            with self.turn:
+                del self.components[id(state.module)]
+
     def list_moved(self) -> list[Callee]:
         """List component calls that bypass the guard, because the component was compiled or replaced."""
         places = {name: (call.callee.owner, call.slot) for name, call in self.calls.items()}
@@ -271,9 +288,7 @@ class Session(SameInCopies):
                 with find_lock(state.module).changing():  # calls of other threads are over
                     if state.applied and state.is_repaired:
                         found.append((state, state.applied))
-                    state.leave()
-                    for call in self.list_calls(state):
-                        call.patches.undo()
+                    self._leave_one(state)
         finally:
             with self.turn:
                 self.stage = "left"
@@ -282,6 +297,15 @@ class Session(SameInCopies):
         for call in self.calls.values():
             call.forget()
         return found
+
+    def _leave_all(self) -> None:
+        for state in list(self.components.values()):
+            self._leave_one(state)
+
+    def _leave_one(self, state: Component) -> None:
+        state.leave()
+        for call in self.list_calls(state):
+            call.patches.undo()
 
     def find_component(self, module: torch.nn.Module) -> Component:
         """Return the `Component` of a module; create it at the first call."""
@@ -297,7 +321,6 @@ class Session(SameInCopies):
                     ),
                 )
                 state_dtypes([module], (), self.patches)
-                self.patches.defer(state.leave)
             return state
 
     def list_calls(self, state: Component) -> list[Call]:
@@ -313,7 +336,6 @@ class Session(SameInCopies):
         guarded = self.calls.get(callee.name)
         if guarded is None:
             guarded = self.calls[callee.name] = Call(callee, state, slot)
-            self.patches.defer(guarded.patches.undo)
         guarded.move_to(callee, state, slot)
         state.name = callee.component_name
         if guarded.is_compiled and state.code is None:
@@ -445,23 +467,23 @@ class Session(SameInCopies):
         Outside of pipelines it isn't if one of its submodules, or a component around it, is guarded.
         """
         with self.turn:
-            if state.is_admitted is None:
+            if state.admission is None:
                 other = None
                 if self._has_free_methods and not state.planned:
                     inside = {id(part) for part in state.module.modules()}
                     other = next((x for x in self.components.values() if x.overlaps(inside)), None)
                 if other is None:
                     wraps = is_compiled(callee.owner)
-                    state.admit(self.patches, is_compiled=wraps, maxima=self.options.maxima)
+                    state.admit(is_compiled=wraps, maxima=self.options.maxima)
                 else:
-                    state.is_admitted = False
+                    state.admission = Admission(False)
                     names = [x.name for x in self.list_calls(other)]
                     name, guarded = callee.name, (names or [type(other.module).__name__])[0]
                     said = f"{name}: it shares modules with {guarded}, which is guarded; "
                     self.log.leave(
                         f"{name}, shared", f"{said}its own calls weren't watched.", is_fault=False
                     )
-            return bool(state.is_admitted)
+            return state.is_guarded
 
     # Layers
 
@@ -511,6 +533,10 @@ class Session(SameInCopies):
             if find_lock(guarded.module).is_calling:  # it begins anew, with the module's hooks
                 raise
             return call.begin_again(guarded.module)
+
+
+_NO_MODULE = torch.nn.Identity()
+"""Stands for a component that is gone."""
 
 
 def _find_name(names: Mapping[int, str], module: torch.nn.Module | None) -> str | None:

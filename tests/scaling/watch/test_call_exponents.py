@@ -72,5 +72,5 @@ def test_values_beyond_the_range_of_an_unmeasured_call() -> None:
 
 
 def find_watch(module: nn.Module) -> Any:
-    ((*_, layer),) = vars(module)["_call_impl"].stopdown_stack.layers
-    return layer.__self__
+    (entry,) = vars(module)["_call_impl"].stopdown_stack.layers
+    return entry.layer.__self__
