@@ -8,9 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from diffusers import KandinskyV22PriorPipeline, PriorTransformer, UnCLIPScheduler
 from PIL import Image
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+)
 
 from models.comparisons import draw_clip
+from stopdown import compare, testing
 from stopdown.comparison.cells import (
     fail_cell,
     make_sheet,
@@ -19,6 +27,7 @@ from stopdown.comparison.cells import (
     write_outcome,
 )
 from stopdown.errors import InputError
+from stopdown.pipelines.requests import Request
 
 
 def test_a_finished_cell_that_was_changed_is_named(tmp_path: Path) -> None:
@@ -57,3 +66,27 @@ def test_twenty_prompts_by_six_stay_below_thirty_megabytes() -> None:
     cells = 20 * 6
     pictures = cells * (share_bytes(cells) + share_bytes(cells) // 3)
     assert pictures * 4 / 3 < 28_000_000
+
+
+def test_embeddings_are_compared_by_their_values() -> None:
+    """A prior returns no picture: what it hands on to the decoder is measured, as sound is."""
+    tokenizer = testing.make_pipeline("sd").tokenizer
+    tiny = {"hidden_size": 32, "projection_dim": 32, "intermediate_size": 37}
+    tiny |= {"num_hidden_layers": 1, "num_attention_heads": 4}
+    text = CLIPTextConfig(**tiny, vocab_size=1000, eos_token_id=tokenizer.eos_token_id)
+    pipe = KandinskyV22PriorPipeline(
+        PriorTransformer(
+            num_attention_heads=2, attention_head_dim=12, embedding_dim=32, num_layers=1
+        ),
+        CLIPVisionModelWithProjection(CLIPVisionConfig(**tiny, image_size=16, patch_size=8)),
+        CLIPTextModelWithProjection(text),
+        tokenizer,
+        UnCLIPScheduler(prediction_type="sample", clip_sample_range=10.0),
+        None,
+    )
+    made = compare(pipe, "a", "fp32,fp16-plain", request=Request(steps=2))
+    first, second = made.rows[0].cells
+    assert not first.error
+    assert (first.verdict, first.sheet) == ("reference", None)
+    assert second.measures is not None
+    assert second.verdict == "same"

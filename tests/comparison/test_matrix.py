@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,7 @@ from stopdown import compare, testing
 from stopdown.comparison import cells as cells_module
 from stopdown.comparison import matrix
 from stopdown.comparison.records import Comparison
-from stopdown.comparison.subjects import Subject, describe_subject
+from stopdown.comparison.subjects import Subject, _describe_run, describe_subject
 from stopdown.errors import InputError, OptionError, OutputError
 from stopdown.pipelines.requests import Request
 
@@ -222,6 +224,9 @@ def test_a_folder_answers_for_the_same_program_alone(tmp_path: Path) -> None:
     assert count(tmp_path, 1.5, 1.0) == 2
     assert count(tmp_path, 1.0, 3.0) == 2
     assert count(tmp_path, 1.0, 1.0, is_squared=True) == 2
+    add = functools.partial(torch.add, torch.ones(1))
+    described = [functools.partial(add, x) for x in (torch.ones(1), torch.zeros(1))]
+    assert len(set(map(_describe_run, described))) == 2
 
 
 def test_a_pipeline_in_memory_is_known_by_its_weights_and_arguments(tmp_path: Path) -> None:
@@ -297,3 +302,15 @@ def test_a_pipeline_under_a_plan_is_refused() -> None:
     with stopdown.fp16(pipe), pytest.raises(InputError, match="is under a plan: its"):
         compare(pipe, PROMPTS[:1], "fp32,bf16", request=Request(steps=1))
     describe_subject(pipe, Request(prompt="a"))
+
+
+def test_offloaded_weights_are_compared_and_not_recognised() -> None:
+    """Between calls they have no values by which a finished run could be known again."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4)).requires_grad_(False)
+    accelerate.cpu_offload(module, execution_device=torch.device("cpu"))
+    assert next(module.parameters()).is_meta
+    run = functools.partial(module, torch.ones(1, 4))
+    program = {"other": torch.nn.Linear(4, 4), "net": module}
+    subjects = [describe_subject(program, Request(), runs=[run]) for _ in range(2)]
+    assert subjects[0].identity != subjects[1].identity
+    assert compare(program, run, "fp32,bf16").reference == "fp32"

@@ -44,8 +44,8 @@ class Outcome:
 
     Attributes:
         cell: the record of the run.
-        frames: `[T, H, W, 3]` fp32 in [0, 1]; for sound, and for a program that returns no pictures,
-            its values, `[N]` fp32; None if the run failed.
+        frames: `[T, H, W, 3]` fp32 in [0, 1]; for sound and embeddings, and for a program that returns no
+            pictures, its values, `[N]` fp32; None if the run failed.
         trace: what probes recorded during the run.
         peak_source: how peak memory was measured.
     """
@@ -112,7 +112,7 @@ def _run(
 
     ran = run_guarded(opened.loaded, watch, settings)
     ((probe, memory),) = watched
-    has_frames = run is None and find_output_kind(type(opened.loaded.pipe)) != "sound"
+    has_frames = run is None and find_output_kind(type(opened.loaded.pipe)) in ("picture", "video")
     if has_frames:
         frames, broken = clean_frames(read_frames(ran.output))
     else:

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from stopdown.component_calls.components import (
 from stopdown.devices.device_choice import Device, choose_device
 from stopdown.devices.device_memory import free_memory
 from stopdown.devices.format_support import probe_formats
-from stopdown.errors import InputError, OptionError, StopdownError
+from stopdown.errors import InputError, OptionError, PlanError, StopdownError
 from stopdown.fake_tensors.fake_modules import detach_derived
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import find_stored
@@ -317,6 +318,8 @@ def _describe_run(run: Run) -> str:
 
     What it reads from other objects is not included.
     """
+    if isinstance(run, partial):
+        return digest_call(_describe_run(run.func), run.args, run.keywords)
     code = getattr(run, "__code__", None)
     if code is None:
         return type(run).__qualname__
@@ -339,7 +342,13 @@ def _describe(
 ) -> Subject:
     kind = type(program).__name__
     classes = tuple(type(module).__name__ for module in find_components(program).values())
-    identity = describe_program(program)
+    identity: Any
+    try:
+        identity = describe_program(program)
+    except (
+        PlanError
+    ):  # another library offloads its weights: no finished run is recognised as its own
+        identity = secrets.token_hex(8)
     return Subject(kind, "", kind, choose_device(device), classes, load, make, identity=identity)
 
 
