@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from models.comparisons import draw_clip
 from stopdown.app.compare_command import LONGEST, read_prompts
@@ -215,3 +216,11 @@ def test_no_values_are_nothing_to_compare() -> None:
     """A program that returns an empty tensor is told so."""
     with pytest.raises(OptionError, match="returned a Tensor without values"):
         read_values(torch.zeros(0))
+
+
+def test_numbers_and_grey_pictures_are_read() -> None:
+    """Tokens are values; grey pictures of PIL are frames like those in colour."""
+    assert read_values({"tokens": torch.tensor([[3, 5]])})[0].tolist() == [3.0, 5.0]
+    frames, broken = read_values([Image.new("L", (5, 4), 51), Image.new("L", (5, 4))])
+    assert (frames.shape, broken) == ((2, 4, 5, 3), 0)
+    assert frames[0] == pytest.approx(0.2)

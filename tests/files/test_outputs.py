@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -354,3 +355,15 @@ def test_on_windows_the_system_is_asked_otherwise(
     with mock.patch.object(os, "name", "nt"):
         is_alive = outputs._is_alive(7)
     assert (is_alive, asked) == (not has_ended, [7])
+
+
+def test_a_folder_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Network folders may have none: the sentence names the lock, where a traceback did."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("filelock.FileLock.acquire", refuse)
+    said = "lock couldn't be written: No locks available"
+    with pytest.raises(OutputError, match=said), held_folder(tmp_path, InputError("In use.")):
+        pass

@@ -56,25 +56,29 @@ def clean_frames(frames: Frames) -> tuple[Frames, int]:
 
 
 def read_values(result: Any) -> tuple[Frames, int]:
-    """Read the output of a program: its floating values `[N]` in fp32, or else its 8-bit frames.
+    """Read the output of a program: its floating values `[N]` in fp32, its 8-bit frames, or other numbers.
 
     Returns:
         The values, with NaN and Inf replaced by 0, and the number of values that were.
     """
-    leaves = iterate_leaves(result, (torch.Tensor, np.ndarray))
-    floats = [x for x in map(torch.as_tensor, leaves) if x.is_floating_point()]
-    if sum(x.numel() for x in floats):
-        values = torch.cat([x.detach().float().flatten().cpu() for x in floats]).numpy()
-        broken = int((~np.isfinite(values)).sum())
-        return np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0), broken
-    pictures = next(filter(None, map(collect_videos, (result, (result,), ([result],)))), None)
-    if pictures is None:
+    leaves = [*map(torch.as_tensor, iterate_leaves(result, (torch.Tensor, np.ndarray)))]
+    numbers = [x for x in leaves if x.is_floating_point()]
+    pictures = None
+    if not numbers:
+        numbers = leaves  # such as tokens
+        given = (result, (result,), ([result],))
+        pictures = next(filter(None, map(collect_videos, given)), None)
+    if pictures is not None:
+        return clean_frames(np.concatenate(pictures) / 255)
+    if not sum(x.numel() for x in numbers):
         raise OptionError(
             f"The function that runs the program returned a {type(result).__name__} without values.",
             expected="Runs are compared by what they give: pictures, arrays or tensors.",
             remedy="Return them from that function.",
         )
-    return clean_frames(np.concatenate(pictures) / 255)
+    values = torch.cat([x.detach().float().flatten().cpu() for x in numbers]).numpy()
+    broken = int((~np.isfinite(values)).sum())
+    return np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0), broken
 
 
 def measure_values(values: Frames, reference: Frames) -> Measures:

@@ -210,6 +210,8 @@ def held_folder(folder: Path, busy: InputError) -> Iterator[None]:
         except filelock.Timeout as error:
             is_busy = True
             raise busy from error
+        except OSError as error:  # as on network folders without locks
+            raise explain_refusal(folder / LOCK, error) from error
         _held.add(folder / LOCK)
         yield
     finally:

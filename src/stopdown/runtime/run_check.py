@@ -110,7 +110,8 @@ def _to_array(picture: Any) -> np.ndarray[Any, Any]:
     height.
     """
     if not isinstance(picture, torch.Tensor):
-        return np.asarray(picture)
+        is_grey = getattr(picture, "mode", None) in ("L", "P", "1")  # of PIL
+        return np.asarray(picture.convert("RGB") if is_grey else picture)
     array = picture.detach().float().cpu().numpy()
     has_colours = array.ndim > 2 and array.shape[-3] == 3
     return np.moveaxis(array, -3, -1) if has_colours else array
