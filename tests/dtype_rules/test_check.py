@@ -98,6 +98,34 @@ def test_mending_leaves_weights_that_are_stored_in_fp8() -> None:
     assert all(name.startswith("norm_final.") for name in changed)
 
 
+def test_a_component_of_unknown_format_is_taken_for_one_like_the_others(tmp_path: Path) -> None:
+    """A UNet of pickles, which aren't read, was taken for fp32, and refused what the others return."""
+    folder = save_pipeline("sd", tmp_path / "model", dtype=torch.float16)
+    (weights,) = (folder / "unet").glob("*.safetensors")
+    weights.rename(weights.with_suffix(".bin"))
+    assert [x.kind for x in check(folder, device="t4")] == ["force-upcast-unread"]
+
+
+class _Sum(torch.nn.Module):
+    """Adds two products of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, 4).half())
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        linear = torch.nn.functional.linear
+        return linear(a, self.weight) + linear(b, self.weight)
+
+
+def test_two_faults_in_one_place_are_both_found() -> None:
+    """The second argument was told only after the first was mended."""
+    module, a, b = _Sum(), torch.ones(1, 4), torch.ones(1, 4)
+    found = check({"denoiser": module}, device="a100", run=lambda: module(a, b))
+    assert [x.kind for x in found] == ["boundary", "boundary"]
+    assert [x.evidence.split()[2] for x in found] == ["a", "b"]
+
+
 def test_another_thread_gets_its_results_while_a_program_is_checked() -> None:
     """It got zeros, as the checked run does."""
     module, x = torch.nn.Linear(4, 4), torch.ones(1, 4)

@@ -30,15 +30,17 @@ def test_blanks_of_a_remedy_are_filled_in() -> None:
 
 
 def test_findings_are_sorted_and_said_once() -> None:
-    """The worst come first, in the order in which they were found; the first of two alike stays."""
+    """The worst come first, in the order in which they were found; one of two alike stays, and both of
+    two faults in one place."""
     worst = next(kind for kind, x in read_kinds().items() if x.severity == "error")
     least = next(kind for kind, x in read_kinds().items() if x.severity == "note")
     found = [
         make_finding(least, "a", "1"),
         make_finding(worst, "a", "2"),
+        make_finding(worst, "a", "2"),
         make_finding(worst, "a", "3"),
     ]
-    assert [x.evidence for x in sort_findings(found)] == ["2", "1"]
+    assert [x.evidence for x in sort_findings(found)] == ["2", "3", "1"]
     assert {x.severity for x in read_kinds().values()} <= set(SEVERITIES)
 
 

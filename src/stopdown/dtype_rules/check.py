@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -355,6 +356,10 @@ def _check_source(
         }
         known = {call: stored.get(name, "") for name in calls for call in calls[name]}
         known = {call: entry for call, entry in known.items() if entry in FORMATS}
+        usual = Counter(known.values()).most_common(1)  # of a component that isn't known, too
+        known = {
+            call: entry for entry, _ in usual for name in calls for call in calls[name]
+        } | known
         options = _Options(calls, known | resolve_request(asked, calls))
         planned = list_rescaled(asked, calls)
         parts = options.examine(

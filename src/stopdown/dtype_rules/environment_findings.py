@@ -91,15 +91,14 @@ def check_upcast(seen: Examination) -> Iterator[Finding]:
     other, which is no fault.
     """
     wide = {d.component_name for d in seen.callees.values() if d.main == torch.float32}
+    unread: dict[str, CallStats] = {}
     for callee in seen.callees.values():
-        is_read = callee.component_name in wide
-        if (
-            callee.force_upcast
-            and callee.main == torch.float16
-            and not (callee.is_rescaled or is_read)
-        ):
-            evidence = f"The config sets force_upcast, but {callee.name} would run in fp16."
-            yield make_finding("force-upcast-unread", callee.component_name, evidence)
+        is_answered = callee.is_rescaled or callee.component_name in wide
+        if callee.force_upcast and callee.main == torch.float16 and not is_answered:
+            unread.setdefault(callee.component_name, callee)
+    for name, callee in unread.items():
+        evidence = f"The config sets force_upcast, but {callee.name} would run in fp16."
+        yield make_finding("force-upcast-unread", name, evidence)
 
 
 def check_needs(seen: Examination) -> Iterator[Finding]:

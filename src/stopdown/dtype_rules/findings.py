@@ -102,8 +102,8 @@ class _Blanks(dict[str, str]):
 
 
 def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
-    """Sort findings, worst first, and drop duplicates."""
-    unique = {(f.kind, f.module_path): f for f in reversed(list(findings))}
+    """Sort findings, worst first, and drop repeated ones."""
+    unique = {(f.kind, f.module_path, f.evidence): f for f in reversed(list(findings))}
     ordered = reversed(list(unique.values()))
     return sorted(ordered, key=lambda finding: SEVERITIES.index(finding.severity))
 
