@@ -7,12 +7,14 @@ import importlib.util
 import json
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 
 from models.command_runs import run_line
 from models.failure_messages import CAST, MESSAGES
@@ -321,6 +323,37 @@ def test_a_traceback_is_read_as_programs_print_it(text: str, line: int) -> None:
     assert (found.cause, found.evidence[0].line) == ("no-half-kernel", line)
     assert found.frame == "diffusers/models/attention.py:325 in forward"
     assert found.run == ("diffusers",)
+
+
+def test_quotes_that_a_shell_takes_away_change_no_answer() -> None:
+    """`stopdown explain "..."` gets a message without its double quotes, and without any if unquoted."""
+    messages = [(text, fault) for text, fault in MESSAGES if '"' in text]
+    assert messages
+    for text, fault in messages:
+        assert explain(text.replace('"', "")).fault == fault, text
+    for text in (
+        "RuntimeError: LayerNormKernelImpl not implemented for Half",
+        "NotImplementedError: The operator aten::_int_mm is not currently implemented for the MPS device",
+        "RuntimeError: User specified an unsupported autocast device_type mps",
+    ):
+        assert explain(text).fault == "not-implemented", text
+
+
+@pytest.mark.parametrize(
+    ("fail", "title"),
+    [
+        (lambda a, b: torch.complex(a, b), "different dtypes: fp32 and fp16."),
+        (lambda a, b: torch.tensordot(a, b, dims=0), "different dtypes."),
+        (lambda a, b: torch.nn.GRU(4, 4)(a[None, None]), "different dtypes: fp16 and fp32."),
+        (lambda a, b: torch.scatter(b, 0, torch.tensor([0]), a), "different dtypes."),
+        (lambda a, b: Image.fromarray(a.numpy()[None, None, :3]), "The result is in fp16, and "),
+    ],
+)
+def test_what_torch_and_pillow_say_of_dtypes_is_known(fail: Callable[..., Any], title: str) -> None:
+    """As they say it in the versions that are installed."""
+    with pytest.raises((RuntimeError, ValueError, TypeError)) as caught:
+        fail(torch.ones(4).half(), torch.ones(4))
+    assert title in explain(caught.value).title
 
 
 def test_a_message_is_read_as_people_paste_it() -> None:

@@ -311,10 +311,10 @@ def _list_alternatives(weighed: list[_Candidate], known: Knowledge) -> Iterator[
 
 
 _DTYPES = (
-    (r"bfloat16", "bf16"),
+    (r"bfloat16|^v2$", "bf16"),
     (r"float8_?e4m3", "fp8-e4m3"),
     (r"float8_?e5m2", "fp8-e5m2"),
-    (r"half|float16", "fp16"),
+    (r"half|float16|^f2$|^23$", "fp16"),  # as NumPy and OpenCV name it
     (r"double|float64", "fp64"),
     (r"float", "fp32"),
 )
