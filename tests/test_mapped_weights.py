@@ -25,6 +25,7 @@ from stopdown.mapped_weights import (
     cast_tensor,
     cast_tensor_,
     choose_folder,
+    find_disk_folder,
     is_mapped,
     map_copy,
     wait_,
@@ -114,6 +115,29 @@ def test_only_weights_that_are_large_are_mapped() -> None:
     """A quarter of the machine's memory is large."""
     assert choose_folder(2**20, 2**23) is None
     assert choose_folder(2**22, 2**23) is not None
+
+
+@pytest.mark.parametrize(
+    ("mounts", "temporary", "wanted"),
+    [
+        ("/dev/sda / ext4 rw\ntmpfs /tmp tmpfs rw\n", "/tmp", "/var/tmp"),
+        ("/dev/sda / ext4 rw\n", "/tmp", "/tmp"),
+        ("tmpfs / tmpfs rw\n", "/tmp", "/tmp"),
+        ("tmpfs /tmp tmpfs rw\n/dev/sdb /tmp xfs rw\n", "/tmp", "/tmp"),
+        ("/dev/sda / ext4 rw\ntmpfs /dev/shm tmpfs rw\n", "/dev/shm", "/dev/shm"),
+    ],
+)
+@pytest.mark.skipif(os.name != "posix", reason="Windows keeps temporary files on a disk")
+def test_weights_are_kept_on_a_disk_and_not_in_memory(
+    mounts: str, temporary: str, wanted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Many systems hold `/tmp` in memory; a folder that a user chose is taken."""
+    (tmp_path / "mounts").write_text(mounts)
+    monkeypatch.setattr(mapped_weights, "_MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(mapped_weights.tempfile, "gettempdir", lambda: temporary)
+    assert find_disk_folder() == Path(wanted)
+    if temporary == "/tmp":
+        assert choose_folder(2**22, 2**23) == Path(wanted)
 
 
 def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ def choose_folder(needed_bytes: int, memory_bytes: int) -> Path | None:
     """
     if needed_bytes <= SHARE * memory_bytes or os.name != "posix":
         return None
-    folder = Path(tempfile.gettempdir())
+    folder = find_disk_folder()
     room, free = 1.5 * needed_bytes, shutil.disk_usage(folder).free
     if free > room:
         return folder
@@ -215,6 +215,29 @@ def choose_folder(needed_bytes: int, memory_bytes: int) -> Path | None:
         "a folder on a larger disk."
     )
     return None
+
+
+_MOUNTS = Path("/proc/mounts")
+"""Linux's list of mounted filesystems: device, place, type and options of each."""
+
+
+def find_disk_folder() -> Path:
+    """Return the folder for temporary files; `/var/tmp` where `/tmp` is in memory, as many distributions
+    have it. A folder that TMPDIR names is taken as it is.
+    """
+    folder, other = Path(tempfile.gettempdir()), Path("/var/tmp")
+    is_better = folder == Path("/tmp") and _is_in_memory(folder) and not _is_in_memory(other)
+    return other if is_better and os.access(other, os.W_OK | os.X_OK) else folder
+
+
+def _is_in_memory(folder: Path) -> bool:
+    """Return whether a folder's files are in memory; False where the system doesn't tell."""
+    try:
+        lines = [line.split() for line in _MOUNTS.read_text(errors="replace").splitlines()]
+    except OSError:
+        return False
+    held = [(len(place), kind) for _, place, kind, *_ in lines if folder.is_relative_to(place)]
+    return bool(held) and max(reversed(held), key=lambda one: one[0])[1] in ("tmpfs", "ramfs")
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:

@@ -7,9 +7,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import tempfile
 from collections.abc import Callable, Collection, Iterable
-from pathlib import Path
 from typing import Any
 
 from stopdown.component_call_names import split_call
@@ -18,6 +16,7 @@ from stopdown.devices.device_choice import Device
 from stopdown.devices.device_memory import HOST_SHARE, find_device_bytes, find_host_bytes
 from stopdown.devices.device_profiles import describe_device
 from stopdown.doctor import has_fused_attention
+from stopdown.mapped_weights import find_disk_folder
 from stopdown.memory import speed as speeds
 from stopdown.memory.caching_allocator import find_workspace
 from stopdown.memory.forecast import Fit, count_disk, keep_tiling
@@ -121,7 +120,7 @@ def fit_run(
         fit,
         limit_bytes,
         device=device.torch_name,
-        store=Path(tempfile.gettempdir()) if in_files else None,
+        store=find_disk_folder() if in_files else None,
         announce=announce,
     )
     taken = offloader.taken
