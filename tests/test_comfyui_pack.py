@@ -413,3 +413,17 @@ def test_a_model_is_saved_from_a_copy_in_host_memory(monkeypatch: pytest.MonkeyP
     assert made.tied is made.weight
     made.weight.data.zero_()
     assert torch.equal(net.weight, before)
+
+
+def test_a_fault_of_many_frames_is_explained_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A black clip has one cause, with the number of frames that have it."""
+    import torch
+
+    reports = load_module("reports", monkeypatch)
+    clip = torch.zeros(6, 32, 32, 3)
+    clip[0] = torch.rand(32, 32, 3, generator=torch.Generator().manual_seed(0))
+    text = reports.write_causes("", clip)
+    assert text.count("black") < 2 * reports.write_causes("", clip[1:2]).count("black")
+    assert "5 of 6 images, number 2 is the first:" in text
+    assert "images" not in reports.write_causes("", clip[1:2]).partition("\n")[0]
+    assert reports.write_causes(" ", None) == "Connect a message, a log or images."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +58,35 @@ def write_causes(message: str, images: Any) -> str:
     import stopdown
     from stopdown.embedding import print_diagnosis
 
-    found = [stopdown.explain(message)] if message.strip() else []
-    if images is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            for number, image in enumerate(images):
-                path = Path(folder) / f"image_{number + 1}.png"
-                _open_picture(image).save(path)
-                found.append(stopdown.explain(path))
-    if not found:
-        return "Connect a message, a log or images."
-    return "\n\n".join(_print(lambda console, x=x: print_diagnosis(x, console)) for x in found)
+    found = []
+    if message.strip():
+        cause = stopdown.explain(message)
+        found.append(_print(lambda console: print_diagnosis(cause, console)))
+    return (
+        "\n\n".join((*found, *_explain_pictures(images))) or "Connect a message, a log or images."
+    )
+
+
+def _explain_pictures(images: Any) -> Iterator[str]:
+    """The causes of each fault once, as a clip has many frames with the same one."""
+    import stopdown
+    from stopdown.embedding import print_diagnosis
+
+    causes: dict[bytes, str] = {}
+    numbers: dict[str, list[int]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, image in enumerate(() if images is None else images, start=1):
+            path, picture = Path(folder) / "image.png", _open_picture(image)
+            if (key := picture.tobytes()) not in causes:
+                picture.save(path)
+                cause = stopdown.explain(path)
+                causes[key] = _print(lambda console, cause=cause: print_diagnosis(cause, console))
+            numbers.setdefault(causes[key], []).append(number)
+    for text, known in numbers.items():
+        if len(images) > 1:
+            first = f", number {known[0]} is the first" if known[0] > 1 else ""
+            text = f"{len(known)} of {len(images)} images{first}:\n{text}"
+        yield text
 
 
 def _open_picture(image: Any) -> Any:
