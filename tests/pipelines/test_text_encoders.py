@@ -401,3 +401,16 @@ def widen(folder: Path, target: Path, spread: int) -> Path:
             tensor *= 2.0**-spread
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def test_an_encoder_is_named_after_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From inside, the folder is `.`, and its name is still in the record and on the card."""
+    make_pipeline("sd").text_encoder.save_pretrained(tmp_path / "clip")
+    (tmp_path / "clip" / "inside").mkdir()
+    for inside, source in (("clip", "."), ("clip/inside", "..")):
+        monkeypatch.chdir(tmp_path / inside)
+        encoder = find_encoder(source)
+        assert encoder is not None
+        assert encoder.name == "clip"

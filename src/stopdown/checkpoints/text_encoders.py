@@ -16,6 +16,7 @@ Not covered: pictures. The vision part of a vision-language model is cast, but n
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ def find_encoder(
     config = read_description(root / "config.json")
     if "_class_name" in config and "architectures" not in config:
         return None  # a component of Diffusers
-    return _open(root, config, component or Path(source).name)
+    return _open(root, config, component or Path(os.path.abspath(source)).name)
 
 
 def _find_component(root: Path, component: str) -> Encoder:
