@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -36,6 +38,10 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         return self.out(self.norm(x + self.second(self.inner(x))))
+
+    def load_lora_adapter(self, adapter_name: str) -> None:
+        """As Diffusers' models do, without a file."""
+        add(self, adapter_name)
 
 
 @pytest.fixture
@@ -181,3 +187,58 @@ def test_a_dora_that_was_written_into_before_its_first_call(pair: Any) -> None:
             torch.manual_seed(1)
             layer.lora_B["one"].weight.normal_()
     assert relative_l2(module(x), original(x)) < 1e-5
+
+
+def test_a_lora_on_a_deep_copy_is_scaled(pair: Any) -> None:
+    """Nothing scaled it there: put on before the copy and not called yet, or put on the copy itself."""
+    module, original, x = pair
+    for one in (module, original):
+        add(one)
+    copied = copy.deepcopy(copy.deepcopy(module))
+    assert torch.equal(copied(x), original(x))
+    for one in (copied, original):
+        add(one, "later")
+    assert torch.equal(copied(x), original(x))
+    assert not torch.equal(copied(x), module(x))
+
+
+def test_what_is_merged_in_a_deep_copy_is_merged_there(pair: Any) -> None:
+    """`merge` of the copy's layer was that of the original's layer."""
+    module, original, x = pair
+    for one in (module, original):
+        add(one)
+    before = module(x)
+    copied = copy.deepcopy(module)
+    for one in (copied, original):
+        one.first.merge()
+    assert copied.first.merged_adapters
+    assert not module.first.merged_adapters
+    assert torch.equal(copied(x), original(x))
+    assert torch.equal(module(x), before)
+
+
+def test_a_lora_is_loaded_into_the_copy_that_is_asked(pair: Any) -> None:
+    """`load_lora_adapter`, as Diffusers' models have it, of the copy was that of the original."""
+    module, original, x = pair
+    before, copied = module(x), copy.deepcopy(module)
+    for one in (copied, original):
+        one.load_lora_adapter(adapter_name="one")
+    assert torch.equal(copied(x), original(x))
+    assert torch.equal(module(x), before)
+
+
+def test_weights_of_a_deep_copy_are_watched(pair: Any) -> None:
+    """Gradients were those of other weights, and weights that were written have no exponents."""
+    module, original, x = pair
+    copied = copy.deepcopy(module).requires_grad_(True)
+    with pytest.raises(ScalingError, match=r"A gradient of \S+ of a copy of Net was requested"):
+        copied(x).sum().backward()
+    with torch.no_grad():
+        copied.first.weight.copy_(original.first.weight)
+    with pytest.raises(ScalingError, match=r"1 weights of a copy of Net were rewritten"):
+        copied(x)
+    found = weakref.ref(copied)
+    del copied
+    gc.collect()
+    assert found() is None
+    assert torch.equal(module(x), original(x))

@@ -24,6 +24,7 @@ overflowed as it was cast to fp16.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import weakref
@@ -93,13 +94,16 @@ class AdapterFolds(SameInCopies):
             self._see(self.module, "", layer)
         patches.defer(self._take_off)
         patches.set_attribute(self.module, RESCALED, self)  # the only reference
+        patches.defer(self._listen().remove)
+        if callable(load := getattr(self.module, "load_lora_adapter", None)):
+            patches.set_attribute(self.module, load.__name__, _Before(load, self._prepare_loading))
+
+    def _listen(self) -> RemovableHandle:
         while _left_hooks:
             _left_hooks.pop().remove()
         handle = register_module_module_registration_hook(call_while_alive(self._see))
-        patches.defer(handle.remove)
         weakref.finalize(self, _left_hooks.append, handle).atexit = False
-        if callable(load := getattr(self.module, "load_lora_adapter", None)):
-            patches.set_attribute(self.module, load.__name__, self._wrap_loading(load))
+        return handle
 
     def _see(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
         """Start to scale the adapters of a layer that PEFT has just wrapped (a module-registration hook).
@@ -115,29 +119,40 @@ class AdapterFolds(SameInCopies):
             self._layers.add(layer)
             _FollowedLayer(layer, self)
 
-    def _wrap_loading(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `load_lora_adapter` such that it writes into unscaled adapters only."""
-
-        @functools.wraps(load)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            name = kwargs.get("adapter_name")
-            if kwargs.get("hotswap") and name in self.planned:
-                raise ScalingError(
-                    f"The adapter {name!r} was to be hotswapped, but the exponents were found with it.",
-                    expected="Its matrices have exponents of their own, which a hotswap overwrites.",
-                    remedy="Load the other one by its own name, load_lora_weights(FILE, "
-                    f'adapter_name="other"), and then remove the first: delete_adapters({name!r}).',
-                )
-            for followed in self._list_followed():
-                followed.release()
-            return load(*args, **kwargs)
-
-        return call
+    def __deepcopy__(self, memo: dict[int, Any]) -> AdapterFolds:
+        """Return the folds of the module's copy, whose weights stay scaled; of a part's copy, these."""
+        if id(self.module) not in memo:
+            return self
+        made = AdapterFolds.__new__(AdapterFolds)
+        memo[id(self)] = made
+        vars(made).update(vars(self), module=memo[id(self.module)], merged=set())
+        made._layers = weakref.WeakSet()  # which copying the parts below adds to
+        there = set(self.module.modules())
+        made.paths = {copy.deepcopy(x, memo): path for x, path in self.paths.items() if x in there}
+        made._listen()
+        return made
 
     def follow(self) -> None:
         """Scale the adapters of every layer, as compiled code can't do in its calls of them."""
         for followed in self._list_followed():
             followed.follow()
+
+    def release(self) -> None:
+        """Restore the unscaled values of all adapters; the next call scales them again."""
+        for followed in self._list_followed():
+            followed.release()
+
+    def _prepare_loading(self, *_: Any, **kwargs: Any) -> None:
+        """Have `load_lora_adapter` write into unscaled adapters only."""
+        name = kwargs.get("adapter_name")
+        if kwargs.get("hotswap") and name in self.planned:
+            raise ScalingError(
+                f"The adapter {name!r} was to be hotswapped, but the exponents were found with it.",
+                expected="Its matrices have exponents of their own, which a hotswap overwrites.",
+                remedy="Load the other one by its own name, load_lora_weights(FILE, "
+                f'adapter_name="other"), and then remove the first: delete_adapters({name!r}).',
+            )
+        self.release()
 
     def _list_followed(self) -> list[_FollowedLayer]:
         return [x for layer in self._layers if (x := _find_followed(layer)) is not None]
@@ -148,15 +163,19 @@ class AdapterFolds(SameInCopies):
         self._layers.clear()
 
 
-def _after(action: Callable[[], None], inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that does something first and then calls another one."""
+class _Before:
+    """Callable in place of a method, which calls another function before it.
 
-    @functools.wraps(inner)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        action()
-        return inner(*args, **kwargs)
+    A deep copy is that of the copy's own method and function.
+    """
 
-    return call
+    def __init__(self, method: Callable[..., Any], action: Callable[..., None]) -> None:
+        functools.update_wrapper(self, method)
+        self._method, self._action = method, action
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._action(*args, **kwargs)
+        return self._method(*args, **kwargs)
 
 
 _left_hooks: list[RemovableHandle] = []
@@ -184,21 +203,34 @@ class _FollowedLayer(SameInCopies):
         patches.defer(layer.register_load_state_dict_pre_hook(self._before_states).remove)
         patches.defer(layer.register_state_dict_pre_hook(self._before_states).remove)
         for method in ("merge", "unmerge"):
-            patches.set_attribute(layer, method, _after(self._merge, getattr(layer, method)))
-        patches.set_attribute(layer, "update_layer", _after(self._renew, layer.update_layer))
+            patches.set_attribute(layer, method, _Before(getattr(layer, method), self._merge))
+        patches.set_attribute(layer, "update_layer", _Before(layer.update_layer, self._renew))
         self._count_write()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FollowedLayer:
+        """Return what scales the adapters of the layer's copy, if they are unscaled and the whole module is
+        copied; else this, which does nothing there.
+        """
+        folds, layer = copy.deepcopy(self._folds, memo), memo.get(id(self._layer()))
+        if folds is self._folds or layer is None or self._done:
+            return self
+        made = _FollowedLayer.__new__(_FollowedLayer)
+        made._layer, made._folds = weakref.ref(layer), folds
+        made._done, made.patches = {}, Patches()
+        folds._layers.add(layer)
+        return made
 
     def release(self) -> None:
         """Restore the unscaled values of the adapters; the next call scales them again."""
         while self._done:
             self._done.popitem()[1][2].undo()
 
-    def _renew(self) -> None:
+    def _renew(self, *_: Any, **__: Any) -> None:
         """Release the adapters before another one is made, maybe of them (`add_weighted_adapter`)."""
         self.release()
         self._count_write()
 
-    def _merge(self) -> None:
+    def _merge(self, *_: Any, **__: Any) -> None:
         self.follow(is_merging=True)
         self._folds.merged.add(unwrap_name(self._folds.paths[self._base]))
 
@@ -236,6 +268,8 @@ class _FollowedLayer(SameInCopies):
                 del self._done[name]
             for name in names:
                 parts = find_role_tensors(layer, name)
+                if not all(map(has_values, parts.values())):
+                    continue  # of a copy without weights
                 is_merged = is_merging or name in layer.merged_adapters
                 state = (is_merged, *map(id, parts.values()))
                 held = self._done.get(name)

@@ -404,6 +404,7 @@ class CallWatch(SameInCopies):
                 expected="A copy of a planned or repaired module keeps its exponents for good.",
                 remedy=f"Copy it without the plan. {self.options.remedy}",
             )
+        self.weights.check_copy(copied)
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:
@@ -742,6 +743,9 @@ class _CopyHook:
     def __call__(self, protocol: Any) -> Any:
         if sys._getframe(1).f_globals.get("__name__") != "copy":
             refuse_pickling()
+        if isinstance(folds := vars(self.module).get(RESCALED), AdapterFolds):
+            with find_lock(self.module).changing():
+                folds.release()  # the copy's are scaled there
         made: tuple[Any, ...] = cast(Any, type(self.module).__reduce_ex__(self.module, protocol))
         make, args, state, *rest = made
         watch = self.watch

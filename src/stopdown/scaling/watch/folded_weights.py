@@ -30,6 +30,9 @@ from stopdown.numerics import has_values
 from stopdown.scaling.folding.adapters import AdapterFolds, refuse_gradient
 from stopdown.scaling_records import Scaling
 
+_OF_COPY = "stopdown_copied_weights"
+"""Attribute of a called deep copy of a scaled module that holds its `FoldedWeights`."""
+
 
 class FoldedWeights(SameInCopies):
     """Record of a module's scaled weights and fp32 tensors, by which later changes are found."""
@@ -138,6 +141,19 @@ class FoldedWeights(SameInCopies):
                 remedy="Take the plan, guard or rescaling off first (`.undo()`, or leave the guard), load "
                 "the pipeline again, write the weights, and make a plan of the result.",
             )
+
+    def check_copy(self, copied: torch.nn.Module) -> None:
+        """Raise an error if scaled weights of a deep copy were rewritten or cast since its first call, and
+        make backward passes that reach them raise one.
+        """
+        found: FoldedWeights | None = vars(copied).get(_OF_COPY)
+        if found is None or found._module is not copied:  # a copy of a copy
+            name = f"a copy of {self._name}"
+            found = FoldedWeights(copied, self._scaling, name, casts=self._casts)
+            found.note()
+            Patches().set_attribute(copied, _OF_COPY, found)  # for good, as its exponents
+        found.check()
+        found.refuse_gradients(Patches())
 
     def list_changed(self) -> list[str]:
         """List the scaled weights that were rewritten, by others than adapters that were merged.
