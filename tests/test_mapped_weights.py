@@ -413,6 +413,16 @@ def test_what_was_written_into_a_cast_tensor_stays() -> None:
     assert torch.equal(weight, wanted.half().float())
 
 
+def test_a_table_that_was_resized_while_cast_stays() -> None:
+    """As by a textual inversion: the new token was lost, and its number was beyond the table."""
+    table = torch.nn.Parameter(torch.randn(8, 4), requires_grad=False)
+    patches = Patches()
+    cast_tensor_(table, torch.float16, patches)
+    table.data = torch.cat([table.data, torch.ones(1, 4).half()])
+    patches.undo()
+    assert (table.dtype, tuple(table.shape)) == (torch.float32, (9, 4))
+
+
 def test_what_is_added_to_a_cast_module_is_cast_back() -> None:
     """To the dtype of most weights; what is in another dtype than the cast's stays."""
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8).half())

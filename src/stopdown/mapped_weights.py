@@ -313,8 +313,10 @@ def _choose_values(now: torch.Tensor, before: torch.Tensor, dtype: torch.dtype) 
     """Return the values that a tensor had before its cast to a dtype, or its present ones, cast back, if
     they were written since; both on its present device.
     """
+    if now.shape != before.shape:  # tokens were added to a table of embeddings
+        return now.to(before.dtype)
     here = before if is_away(now) else before.to(now.device)
-    is_comparable = now.dtype == dtype != before.dtype and now.shape == before.shape
+    is_comparable = now.dtype == dtype != before.dtype
     if (
         not is_comparable
         or find_mapped_folder(before)

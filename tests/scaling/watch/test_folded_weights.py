@@ -51,6 +51,32 @@ def test_a_weight_that_was_replaced_is_compared_by_value() -> None:
         known.check()
 
 
+def test_a_table_that_tokens_are_added_to_is_refused() -> None:
+    """Transformers resizes it through `.data`: a token without exponents came among scaled ones."""
+    module, known = make()
+    module[0].weight.data = torch.cat([module[0].weight.data, torch.randn(1, 8)])
+    with pytest.raises(ScalingError, match=r"1 weights of transformer were rewritten .*0\.weight"):
+        known.check()
+
+
+def test_weights_that_a_caller_gives_in_a_transform_are_refused() -> None:
+    """The gradient was that of the scaled weight; what has no exponents may be given."""
+    module, known = make()
+    module.register_forward_pre_hook(lambda *_: known.check())
+    x, given = torch.randn(2, 8), {x: y.detach() for x, y in module.named_parameters()}
+    plain = {"1.bias": given["1.bias"]}
+
+    def call(tensors: dict[str, torch.Tensor], x: torch.Tensor = x) -> torch.Tensor:
+        return torch.func.functional_call(module, tensors, x).sum()
+
+    assert torch.func.grad(call, argnums=1)(given, x).shape == x.shape
+    assert torch.func.grad(call)(plain).keys() == plain.keys()
+    with pytest.raises(ScalingError, match=r"2 weights of transformer were given .*0\.weight"):
+        torch.func.grad(call)(given)
+    with pytest.raises(ScalingError, match=r"given by a caller in a torch.func transform"):
+        torch.vmap(call)({"0.weight": torch.randn(2, 8, 8)}, x)
+
+
 def test_a_cast_to_fp16_is_the_same_weight() -> None:
     """Values are compared in the narrower format."""
     module, known = make()

@@ -119,7 +119,7 @@ class AdapterFolds(SameInCopies):
             self._layers.add(layer)
             _FollowedLayer(layer, self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AdapterFolds:
+    def __deepcopy__(self, memo: Any) -> AdapterFolds:
         """Return the folds of the module's copy, whose weights stay scaled; of a part's copy, these."""
         if id(self.module) not in memo:
             return self
@@ -207,7 +207,7 @@ class _FollowedLayer(SameInCopies):
         patches.set_attribute(layer, "update_layer", _Before(layer.update_layer, self._renew))
         self._count_write()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _FollowedLayer:
+    def __deepcopy__(self, memo: Any) -> _FollowedLayer:
         """Return what scales the adapters of the layer's copy, if they are unscaled and the whole module is
         copied; else this, which does nothing there.
         """

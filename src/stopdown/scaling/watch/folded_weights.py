@@ -24,7 +24,7 @@ from stopdown.interception.arguments import count_writes
 from stopdown.interception.module_paths import list_tensor_places
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.module_calls.adapter_layers import unwrap_name
-from stopdown.module_calls.outermost_calls import is_in_training, is_plain
+from stopdown.module_calls.outermost_calls import is_in_training, is_plain, is_transformed
 from stopdown.number_formats import list_some, name_dtype
 from stopdown.numerics import has_values
 from stopdown.scaling.folding.adapters import AdapterFolds, refuse_gradient
@@ -110,8 +110,19 @@ class FoldedWeights(SameInCopies):
     def check(self) -> None:
         """Raise an error if scaled weights were rewritten, or tensors that must be fp32 were cast.
 
-        Cost: two comparisons for each folded tensor; a host read only if something changed.
+        Inside of a `torch.func` transform, raise one if a caller gives other tensors in their place.
+
+        Cost: three comparisons for each folded tensor; a host read only if something changed.
         """
+        given = [x.name for x in self._weights if x.is_given()] if is_transformed() else []
+        if given:
+            raise ScalingError(
+                f"{len(given)} weights of {self._name} were given by a caller in a torch.func transform: "
+                f"{list_some(given)}.",
+                expected="A caller's weights have no exponents, and the gradient of a scaled weight is "
+                "that of another weight.",
+                remedy="Take the plan, guard or rescaling off first (`.undo()`, or leave the guard).",
+            )
         if is_in_training(self._module) or not is_plain():
             return
         found = [(name, holder.get(key)) for name, holder, key in self._wide]
@@ -176,6 +187,7 @@ class _Weight:
     Attributes:
         name: its name in the module.
         holder, key: dict of the module that holds it, and its key there.
+        shape: its shape; tokens may be added to a table of embeddings.
         version: count of its writes; None if unknown.
         sample: some of its values on the host; None if it has none here.
     """
@@ -184,6 +196,7 @@ class _Weight:
     holder: dict[str, Any]
     key: str
     tensor: torch.Tensor
+    shape: torch.Size
     version: int | None
     sample: torch.Tensor | None
 
@@ -196,7 +209,22 @@ class _Weight:
     def has_moved(self) -> bool:
         """Return whether the tensor has been replaced or modified in place since it was recorded."""
         tensor = self.holder.get(self.key)
-        return tensor is not self.tensor or count_writes(tensor) != self.version
+        if tensor is not self.tensor or tensor.shape != self.shape:
+            return True
+        return count_writes(tensor) != self.version
+
+    def is_given(self) -> bool:
+        """Return whether a caller has given another tensor, or one to differentiate by, in the tensor's
+        place, as `torch.func.functional_call` does.
+        """
+        tensor = self.holder.get(self.key)
+        if tensor is None or tensor is self.tensor:
+            return False
+        if tensor.requires_grad:
+            return True
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        return tensor.data_ptr() != self.tensor.data_ptr()
 
     def accept(self) -> bool:
         """Record the module's present tensor if its values are unchanged, or if it's offloaded.
@@ -220,6 +248,7 @@ class _Weight:
         tensor = self.holder[self.key]
         if has_values(tensor):
             self.sample, self.version = _sample(tensor), count_writes(tensor)
+            self.shape = tensor.shape
 
     def is_like(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has the recorded values, both rounded to the narrower of their dtypes,
@@ -240,7 +269,7 @@ def _list_weights(module: torch.nn.Module, scaling: Scaling) -> Iterator[_Weight
         if (name := unwrap_name(full)) in names:
             tensor = holder[key]
             sample = _sample(tensor) if has_values(tensor) else None
-            yield _Weight(name, holder, key, tensor, count_writes(tensor), sample)
+            yield _Weight(name, holder, key, tensor, tensor.shape, count_writes(tensor), sample)
 
 
 def _count_others(found: list[Any]) -> str:
