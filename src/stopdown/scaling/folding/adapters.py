@@ -29,7 +29,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -66,6 +66,7 @@ class AdapterFolds(SameInCopies):
 
     Attributes:
         merged: paths of the layers that adapters were merged into, or taken out of, since this was emptied.
+        copied_weights: what watches the weights of the module if it's a deep copy, from its first call on.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class AdapterFolds(SameInCopies):
             for name in list_adapter_names(layer)
             if any(f".{name}." in f"{key}." for key in scaling.exponents)
         }
-        self.merged = set[str]()
+        self.merged, self.copied_weights = set[str](), cast(Any, None)
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def put_on(self, patches: Patches) -> None:
@@ -125,7 +126,9 @@ class AdapterFolds(SameInCopies):
             return self
         made = AdapterFolds.__new__(AdapterFolds)
         memo[id(self)] = made
-        vars(made).update(vars(self), module=memo[id(self.module)], merged=set())
+        vars(made).update(
+            vars(self), module=memo[id(self.module)], merged=set(), copied_weights=None
+        )
         made._layers = weakref.WeakSet()  # which copying the parts below adds to
         there = set(self.module.modules())
         made.paths = {copy.deepcopy(x, memo): path for x, path in self.paths.items() if x in there}

@@ -30,9 +30,6 @@ from stopdown.numerics import has_values
 from stopdown.scaling.folding.adapters import AdapterFolds, refuse_gradient
 from stopdown.scaling_records import Scaling
 
-_OF_COPY = "stopdown_copied_weights"
-"""Attribute of a called deep copy of a scaled module that holds its `FoldedWeights`."""
-
 
 class FoldedWeights(SameInCopies):
     """Record of a module's scaled weights and fp32 tensors, by which later changes are found."""
@@ -157,14 +154,13 @@ class FoldedWeights(SameInCopies):
         """Raise an error if scaled weights of a deep copy were rewritten or cast since its first call, and
         make backward passes that reach them raise one.
         """
-        found: FoldedWeights | None = vars(copied).get(_OF_COPY)
-        if found is None or found._module is not copied:  # a copy of a copy
+        folds: AdapterFolds = vars(copied)[RESCALED]
+        if folds.copied_weights is None:
             name = f"a copy of {self._name}"
-            found = FoldedWeights(copied, self._scaling, name, casts=self._casts)
-            found.note()
-            Patches().set_attribute(copied, _OF_COPY, found)  # for good, as its exponents
-        found.check()
-        found.refuse_gradients(Patches())
+            folds.copied_weights = FoldedWeights(copied, self._scaling, name, casts=self._casts)
+            folds.copied_weights.note()
+        folds.copied_weights.check()
+        folds.copied_weights.refuse_gradients(Patches())  # for good, as its exponents
 
     def list_changed(self) -> list[str]:
         """List the scaled weights that were rewritten, by others than adapters that were merged.
