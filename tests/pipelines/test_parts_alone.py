@@ -16,9 +16,10 @@ from models.rescaling_models import cast_tree
 from models.signature_cases import measure_error
 from models.snapshots import assert_untouched
 from stopdown.errors import InputError, ScalingError, StopdownWarning
+from stopdown.interception.patches import Patches
 from stopdown.module_calls import call_interception
 from stopdown.module_calls.call_interception import find_code
-from stopdown.plans.applier import apply_plan
+from stopdown.plans.applier import apply_entry, apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.records import Plan
 from stopdown.runtime.activation_maxima import find_compiled
@@ -182,6 +183,24 @@ def test_weights_of_parts_are_taken_with_a_word(model: nn.Module, plan: Plan, wa
         with pytest.raises(InputError, match="can't be pickled while its calls are watched"):
             pickle.dumps(module.patch_embed)
     takes[way](module.patch_embed)
+
+
+@pytest.mark.parametrize("way", ["rescaled", "with its plan in its config"])
+def test_weights_of_parts_are_said_to_be_scaled_however_it_was_put(
+    model: nn.Module, given: dict[str, Any], plan: Plan, way: str
+) -> None:
+    """`UNetMotionModel.from_unet2d` made a model of scaled weights, without a word."""
+    module, patches = copy.deepcopy(model), Patches()
+    if way == "rescaled":
+        patches.defer(rescale_(module, (), given).undo)
+    else:
+        patches.defer(apply_entry(module, plan.components[0], savers=("diffusers",)).undo)
+    names = {"__name__": "diffusers.models.unets.unet_motion_model"}
+    take = eval("lambda part: part.state_dict()", names)
+    with patches:
+        take(module)
+        with pytest.warns(StopdownWarning, match="A part of .* was copied, and its weights are sc"):
+            take(module.patch_embed)
 
 
 def test_replicas_are_refused(model: nn.Module, plan: Plan) -> None:

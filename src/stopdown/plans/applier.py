@@ -41,7 +41,7 @@ from stopdown.component_calls.components import (
 from stopdown.component_calls.stated_dtypes import state_dtypes
 from stopdown.diagnosis.texts import is_refusal
 from stopdown.errors import PlanError, ScalingError, warn_user
-from stopdown.fold_names import RESCALED, find_folded_parts, name_parameters
+from stopdown.fold_names import RESCALED, name_parameters
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.module_paths import casts_weights
 from stopdown.interception.patches import Patches, SameInCopies
@@ -419,7 +419,7 @@ def _watch_saving(
     """Keep scaled weights from being saved as if they were the model's: refuse `save_pretrained`, and what
     exponents don't allow.
 
-    Reading the state dict only warns, once.
+    Reading the state dict only warns, once; `CallWatch` does so for those of parts.
 
     Args:
         savers: packages that may read the scaled weights.
@@ -433,14 +433,12 @@ def _watch_saving(
             refuse = functools.partial(unfit.refuse, type(module).__name__)
             patches.set_attribute(module, name, refuse)
     warned = list[bool]()
-    parts = [module] if scaling is None else find_folded_parts(module, scaling.exponents)
-    folded = {id(part): part for part in parts}
 
     def warn(owner: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         caller = str(sys._getframe(2).f_globals.get("__name__"))
         known = ("accelerate", "diffusers.loaders", "peft", *savers)  # they save nothing
         is_known = any(f"{caller}.".startswith(f"{name}.") for name in known)
-        if id(owner) in folded and not (prefix or keep_vars or warned or is_known):
+        if owner is module and not (prefix or keep_vars or warned or is_known):
             warned.append(True)
             warn_user(
                 f"{type(owner).__name__} is under a plan or a repair, and its weights are scaled: "
@@ -448,8 +446,7 @@ def _watch_saving(
             )
 
     if scaling is not None and scaling.exponents:
-        for part in parts:
-            patches.defer(part.register_state_dict_pre_hook(warn).remove)
+        patches.defer(module.register_state_dict_pre_hook(warn).remove)
 
 
 def _put_precision(

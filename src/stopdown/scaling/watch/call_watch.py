@@ -124,6 +124,10 @@ _CODE = (
 )
 
 
+_KEEPING = ("accelerate.", "diffusers.loaders.", "peft.")
+"""Packages that read state dicts of parts and make no model of them."""
+
+
 @dataclass(frozen=True)
 class WatchOptions:
     """Reports and repairs of a watch.
@@ -306,6 +310,8 @@ class CallWatch(SameInCopies):
         listen(self._intercept_wrapper, self._own)
         self._own.set_attribute(self.module, "_replicate_for_data_parallel", self._refuse_replicas)
         for part in find_folded_parts(self.module, self.scaling.exponents):
+            if part is not self.module:
+                self._own.defer(part.register_state_dict_pre_hook(self._notice_reading).remove)
             self._own.set_attribute(part, "__reduce_ex__", _CopyHook(part, self))
         show_parts(self._parts)
         self.known.settings.note()
@@ -371,6 +377,14 @@ class CallWatch(SameInCopies):
             remedy="Take the exponents off first (.undo(), or leave the guard), or start a process for "
             "each device.",
         )
+
+    def _notice_reading(self, part: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Warn once if somebody reads the state dict of a part by itself, to begin another model with it
+        (a state dict pre-hook).
+        """
+        caller = str(sys._getframe(2).f_globals.get("__name__"))
+        if not (prefix or keep_vars or f"{caller}.".startswith(_KEEPING)):
+            self.warn_of_copy()
 
     def warn_of_copy(self) -> None:
         self._say_once(
