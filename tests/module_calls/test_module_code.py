@@ -17,6 +17,7 @@ from models.settable_models import WAYS, Stream, call, planned, repaired
 from stopdown.errors import ScalingError
 from stopdown.module_calls.module_settings import ModuleSettings
 from stopdown.numerics import relative_l2
+from stopdown.scaling.rescale import rescale_
 
 
 class LoRA(nn.Module):
@@ -305,3 +306,33 @@ def test_an_observer_sees_what_the_model_computes_and_is_named_in_short(put: Any
     assert seen[1] == pytest.approx(seen[0], rel=0.02)
     assert len(said) == 1
     assert short in said[0]
+
+
+def test_a_layer_that_diffusers_skips_is_asked_for() -> None:
+    """Its input was passed on in place of its output, which has another exponent."""
+    from diffusers import LayerSkipConfig
+    from diffusers.hooks import apply_layer_skip
+    from diffusers.models.attention import FeedForward
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.ff = nn.LayerNorm(8), FeedForward(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.ff(self.norm(x))
+
+    torch.manual_seed(0)
+    blocks = nn.ModuleDict({"blocks": nn.ModuleList(Block() for _ in range(2))})
+    model = nn.Sequential(*blocks["blocks"], nn.LayerNorm(8)).eval().requires_grad_(False)
+    for block in model[:2]:
+        block.ff.net[2].weight.mul_(2.0**18)
+    x = torch.randn(2, 4, 8)
+    assert rescale_(model, x).exponents
+    plain = model(x)
+    config = LayerSkipConfig(indices=[0], fqn="blocks", skip_attention=False, skip_ff=True)
+    apply_layer_skip(blocks, config)
+    with pytest.raises(ScalingError, match=r"another 0\.ff"):
+        model(x)
+    blocks["blocks"][0].ff._diffusers_hook.remove_hook("layer_skip_hook")
+    assert torch.equal(model(x), plain)

@@ -8,8 +8,8 @@ changed methods of submodules' classes and of callable objects that they hold, s
 processors; functions of `torch.nn.functional`; forward hooks on submodules and on all modules.
 
 **Does not catch** hooks and wrappers of libraries that place weights, compile or count, and then call the
-original; attention kernels, which compute the same; functions of other Python modules; changes inside
-functions that the known ones call.
+original, or that skip whole blocks; attention kernels, which compute the same; functions of other Python
+modules; changes inside functions that the known ones call.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ MISSING: Any = object()
 _LIBRARIES = (OWN, "accelerate.", "diffusers.", "transformers.", "peft.", "torch.")
 _WRAPPING = ("accelerate.", "diffusers.hooks.", "torch._dynamo.")
 """Libraries that wrap a module's method by a function which calls the original (`__wrapped__`)."""
+
+_SKIPPING = ("FeedForwardSkipHook", "AttentionProcessorSkipHook")
+"""Diffusers' hooks that skip a layer whose input and output may have other exponents. A skipped block
+keeps those of the residual stream, and attention without scores those of its values."""
 
 _KERNELS = ("scaled_dot_product_attention",)
 """Functions of PyTorch that users replace by faster ones."""
@@ -74,13 +78,22 @@ def find_own_code(part: torch.nn.Module, name: str, value: Any) -> Any:
         home = find_home(value)
         if stack is not None and home.startswith(OWN):
             value = stack.original
-        elif home.startswith((OWN, *_WRAPPING)):
+        elif home.startswith((OWN, *_WRAPPING)) and not _is_skipped(part):
             value = getattr(value, "__wrapped__", MISSING)
         elif getattr(value, "__self__", part) is part:
             return MISSING if _strip(getattr(value, "__func__", value)) is of_class else value
         else:
             return value
     return MISSING
+
+
+def _is_skipped(part: torch.nn.Module) -> bool:
+    """Return whether a hook of Diffusers returns a layer's input in place of its output."""
+    hooks = getattr(vars(part).get("_diffusers_hook"), "hooks", {})
+    return any(
+        type(x).__name__ in _SKIPPING and not getattr(x, "skip_attention_scores", False)
+        for x in hooks.values()
+    )
 
 
 def list_differences(
