@@ -85,6 +85,20 @@ def test_a_lora_on_compiled_code_is_scaled(pair: Any, is_first: bool, is_wrapped
     assert torch.equal(called(x), original(x))
 
 
+def test_a_loaded_lora_is_scaled_before_its_first_call(pair: Any) -> None:
+    """Code that is compiled or exported around the module doesn't run what scales it."""
+    module, original, x = pair
+    add(original)
+    state = {name: value for name, value in original.state_dict().items() if "lora" in name}
+    add(module)
+    module.load_state_dict(state, strict=False)
+    with torch.no_grad():
+        exported = torch.export.export(module, (x,), strict=False).module()
+        assert torch.equal(exported(x), original(x))
+    saved = module.state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in state.items())
+
+
 def test_two_threads_scale_a_lora_once(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both found it unscaled at their first call, and both scaled it, for good."""
     module, original, x = pair
@@ -150,6 +164,29 @@ def test_a_weight_that_a_lora_was_merged_into_is_as_it_should_be(pair: Any) -> N
     with torch.no_grad():
         module.first.get_base_layer().weight.copy_(original.first.get_base_layer().weight)
     with pytest.raises(ScalingError, match=r"weights of Net were rewritten.*first\.weight"):
+        module(x)
+
+
+class Attention(Net):
+    """A layer with two matrices of its own in place of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.MultiheadAttention(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        y = self.inner(x)
+        return self.out(self.norm(x + self.second(y, y, y, need_weights=False)[0]))
+
+
+def test_a_lora_on_a_layer_of_several_matrices_is_refused() -> None:
+    """PEFT puts one around `MultiheadAttention`: the call ended in a raw error."""
+    module, x = Attention().eval().requires_grad_(False), torch.randn(3, 16)
+    module.first.weight.mul_(2.0**18)
+    assert rescale_(module, x).exponents
+    add(module, target_modules=["second"])
+    with pytest.raises(ScalingError, match=r"a MultiheadAttention has no single weight"):
         module(x)
 
 

@@ -24,6 +24,7 @@ overflowed as it was cast to fp16.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -208,6 +209,7 @@ class _FollowedLayer(SameInCopies):
         patches.defer(self.release)
         patches.defer(layer.register_forward_pre_hook(self._before_call).remove)
         patches.defer(layer.register_load_state_dict_pre_hook(self._before_states).remove)
+        patches.defer(layer.register_load_state_dict_post_hook(self._after_loading).remove)
         patches.defer(layer.register_state_dict_pre_hook(self._before_states).remove)
         for method in ("merge", "unmerge"):
             patches.set_attribute(layer, method, _Before(getattr(layer, method), self._merge))
@@ -268,6 +270,19 @@ class _FollowedLayer(SameInCopies):
     def _before_states(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         if layer is self._layer():
             self.release()
+
+    def _after_loading(self, layer: Any, *_: Any) -> None:
+        """Scale the adapters that were loaded, unless they are cast next, as their first call may be in
+        compiled or exported code.
+        """
+        if layer is not self._layer() or is_traced():
+            return
+        parts = [
+            x for name in list_adapter_names(layer) for x in find_role_tensors(layer, name).values()
+        ]
+        if {x.dtype for x in parts} == {getattr(self._base, "weight", torch.empty(0)).dtype}:
+            with contextlib.suppress(ScalingError):  # which the call raises
+                self.follow()
 
     def follow(self, *, is_merging: bool = False) -> None:
         """Scale the layer's adapters by the powers of two of its weight, unless they are already scaled.
@@ -346,6 +361,8 @@ class _FollowedLayer(SameInCopies):
         self, base: Any, parts: Mapping[str, torch.Tensor], *, is_merged: bool
     ) -> dict[str, torch.Tensor]:
         path, given = self._folds.paths[base], self._folds.exponents
+        if not isinstance(getattr(base, "weight", None), torch.Tensor):
+            raise ScalingError(f"a {type(base).__name__} has no single weight that it is added to")
         # an adapter adds to the layer's output after its multiply, if it isn't merged
         multiply = self._folds.scaling.multiplies.get(path, 0)
         if "magnitude" in parts and multiply:  # it uses the weight directly, not the layer's output
