@@ -151,7 +151,7 @@ def test_exponents_found_anew_rest_on_bounds(
     found = express_component(module, planned, lambda: [call])
     assert found.anew
     assert found.scaling.certified
-    assert found.scaling.range_note.startswith(f"100 % of {found.scaling.values} activations")
+    assert found.scaling.range_note.startswith(f"All {found.scaling.values} activations")
     measured = dataclasses.replace(entry.scaling, multiplies={"encoder.block.0": -2})
     plain = express_component(module, dataclasses.replace(entry, scaling=measured), lambda: [call])
     assert (plain.anew, plain.scaling.certified) == (True, False)

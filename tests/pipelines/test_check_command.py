@@ -166,8 +166,7 @@ def test_a_hub_id_is_checked_without_its_weights(tmp_path: Path) -> None:
     record = from_json(done.stdout, CheckRecord)
     (planned,) = [finding for finding in record.findings if finding.kind == "range-unplanned"]
     assert planned.evidence == (
-        "The weights of text_encoder, transformer and vae are stored in bf16, and they would run in fp16 "
-        "without a plan."
+        "text_encoder, transformer and vae are stored in bf16, and would run in fp16 without a plan."
     )
     (rescaled,) = [finding for finding in record.findings if finding.kind == "rescaled-weights"]
     assert (rescaled.module_path, rescaled.evidence) == (
