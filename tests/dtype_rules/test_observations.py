@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -94,6 +95,17 @@ def test_a_clamp_at_the_maximum_of_fp16_may_bite(
     case = Case("unet", "unet", dtype, Place("cuda"), is_rescaled=is_rescaled)
     judge = Judge(case)
     assert not judge(make_step("clamp", dtype, min=-limit, max=limit))
+    assert [x.kind for x in judge.found] == ["clamp-may-bite"] * is_found
+
+
+@pytest.mark.parametrize(("known", "is_found"), [(None, True), (65504.0, True), (1e-6, False)])
+def test_a_bound_in_a_tensor_counts_by_its_value(known: float | None, is_found: bool) -> None:
+    """T5 chooses one by its activations, so it isn't known; a small one, as of a norm, is no limit."""
+    judge = Judge(Case("unet", "unet", torch.float16, Place("cuda")))
+    bound = torch.tensor(1.0 if known is None else known).half()
+    step = make_step("clamp", torch.float16, min=bound)
+    step = dataclasses.replace(step, known={} if known is None else {"min": bound})
+    assert not judge(step)
     assert [x.kind for x in judge.found] == ["clamp-may-bite"] * is_found
 
 

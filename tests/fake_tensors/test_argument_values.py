@@ -62,6 +62,20 @@ def test_values_of_weights_are_not_made_up() -> None:
         capture_call(module, (torch.randn(2, 5, 8), MASK), dtype=torch.float16)
 
 
+@pytest.mark.parametrize(
+    "cast", [torch.Tensor.type_as, torch.Tensor.to, lambda x, y: x.to(tensor=y)]
+)
+def test_a_cast_like_a_weight_keeps_what_is_known(cast: Any) -> None:
+    """Of the weight it takes the dtype alone: positions that collapse in 16 bits weren't found then."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    weight = mode.from_tensor(torch.ones(3).half())
+    with mode, ArgumentValues():
+        made = cast(torch.arange(4096), weight)
+    known = find_known(made)
+    assert known is not None
+    assert torch.equal(known, torch.arange(4096).half())
+
+
 @pytest.mark.parametrize("way", ["__setitem__", "add_", "copy_"])
 def test_what_unknown_values_are_written_into_is_unknown(way: str) -> None:
     """A tensor of zeros that a weight was written into is known no longer; another number, it is."""

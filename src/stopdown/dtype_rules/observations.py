@@ -327,8 +327,10 @@ def count_empty(mask: torch.Tensor, *, is_hidden: bool = False) -> int:
 
 
 def _is_end_of_range(step: Step) -> bool:
-    bounds = [v for k, v in step.arguments.items() if k not in ("self", "input") and v is not None]
-    for bound in bounds:
+    bounds = {k: v for k, v in step.arguments.items() if k not in ("self", "input")}
+    for name, bound in bounds.items():
+        if isinstance(bound, torch.Tensor) and name in step.known:
+            bound = float(step.known[name].abs().amax()) if bound.numel() else 0.0
         if isinstance(bound, torch.Tensor):
             return True  # as T5 chooses it, by finfo
         if isinstance(bound, (int, float)) and abs(bound) >= NEAR_FP16_END:

@@ -146,8 +146,11 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     real: list[Any] = []
-    for leaf in leaves:
+    for at, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
+            if at and name_function(func) == "to":  # of the second it takes the dtype alone
+                with unset_fake_temporarily():
+                    leaf = torch.empty((), dtype=leaf.dtype)
             leaf = find_known(leaf) if isinstance(leaf, FakeTensor) else leaf
             if leaf is None or leaf.numel() > LARGEST_KNOWN:
                 return None
