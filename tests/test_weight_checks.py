@@ -69,3 +69,18 @@ def test_every_tensor_with_nan_is_named() -> None:
         check_weights(module)
     with pytest.raises(ScalingError, match=r"2 of its tensors hold NaN or Inf"):
         rescale_(module, (torch.ones(1, 2),))
+
+
+class Extra(nn.Linear):
+    """A layer with a state beside its tensors, as Transformer Engine's."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+
+def test_a_state_that_is_no_tensor_is_passed_over() -> None:
+    """It ended in a raw AttributeError, and the layer is scaled like any other."""
+    layer, x = Extra(4, 4), torch.ones(1, 4)
+    before = layer(x)
+    rescale_(layer, x)
+    assert torch.equal(layer(x), before)

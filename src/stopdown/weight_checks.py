@@ -70,6 +70,8 @@ def check_weights(module: torch.nn.Module) -> None:
     """
     found = []
     for name, tensor in module.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor):
+            continue  # `get_extra_state` of a module, such as Transformer Engine's
         if is_packed(tensor) or tensor.is_meta or find_stored(tensor) is not None:
             continue
         if bad := sum(count_non_finite(tensor)):
