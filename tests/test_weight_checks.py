@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from models.packed_weights import Packed
+from stopdown import fp16
 from stopdown.errors import ScalingError
 from stopdown.scaling.rescale import rescale_
+from stopdown.testing import make_pipeline
 from stopdown.weight_checks import check_weights, find_quantised, is_packed
 
 
@@ -84,3 +86,12 @@ def test_a_state_that_is_no_tensor_is_passed_over() -> None:
     before = layer(x)
     rescale_(layer, x)
     assert torch.equal(layer(x), before)
+
+
+def test_a_pipeline_with_such_a_layer_gets_a_plan() -> None:
+    """Its weights are sampled, hashed and cast without that state."""
+    pipe = make_pipeline("sd")
+    old = pipe.unet.time_embedding.linear_1
+    pipe.unet.time_embedding.linear_1 = Extra(old.in_features, old.out_features)
+    with fp16(pipe) as handle:
+        assert not handle.repairs

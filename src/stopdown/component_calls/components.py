@@ -489,8 +489,8 @@ def cast_component_(
     before = list_own_dtypes(module)
     kept = find_kept_fp32(type(module), name_dtype(dtype))
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if not tensor.is_floating_point():
-            continue
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            continue  # a state of its own, or integers
         is_kept = any(part in kept for part in name.split("."))
         wanted = torch.float32 if is_kept else dtype
         if put is None:

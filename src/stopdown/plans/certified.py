@@ -569,7 +569,8 @@ class _TensorReader:
         self, load: Load, name: str, module: torch.nn.Module, progress: Progress | None
     ) -> None:
         self._load, self._component, self._progress = load, name, progress
-        self._names = sorted(module.state_dict())
+        state = module.state_dict()
+        self._names = sorted(name for name, x in state.items() if isinstance(x, torch.Tensor))
         self._wanted = {*self._names}
         self._samples: dict[str, tuple[tuple[int, ...], torch.Tensor | None]] = {}
 

@@ -27,7 +27,8 @@ def sample_weights(module: torch.nn.Module) -> str:
 
     Cost: one host read if all weights are on one device, else one for each.
     """
-    weights = sorted(module.state_dict(keep_vars=True).items())
+    state = sorted(module.state_dict(keep_vars=True).items())
+    weights = [(name, x) for name, x in state if isinstance(x, torch.Tensor)]
     named = [(name, find_waiting(module, x) or x) for name, x in weights]
     for name, x in named:
         if isinstance(x, torch.Tensor) and is_away(x):
