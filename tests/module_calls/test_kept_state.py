@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from stopdown.errors import ScalingError
+from stopdown.errors import ScalingError, StopdownWarning
 from stopdown.module_calls.kept_state import HeldContainers, KeptState
 from stopdown.runtime.guard import guard
 from stopdown.scaling.folding.folds import cast_
@@ -110,10 +110,13 @@ def test_what_is_kept_is_named(kind: type[Normed]) -> None:
 
 
 def test_what_is_written_and_not_read_is_no_hindrance() -> None:
-    """A cache that each call fills anew leaves the module a function of its arguments."""
+    """A cache that each call fills anew leaves the module a function of its arguments; what it holds is
+    scaled, and that is said.
+    """
     module, x = make(Caching)
     wanted = module(x)
-    rescaling = rescale_(module, (x,))
+    with pytest.warns(StopdownWarning, match="leaves activations in cache"):
+        rescaling = rescale_(module, (x,))
     assert torch.equal(module(x), wanted)
     cast_(module, torch.float16, rescaling)
     assert (module(x.half()).float() - wanted).norm() < 2e-3 * wanted.norm()

@@ -30,7 +30,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from stopdown.errors import ScalingError, TrialError, take_first_line
+from stopdown.errors import ScalingError, TrialError, take_first_line, warn_user
 from stopdown.interception.autocast import watched_autocast
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import find_weights_device
@@ -144,8 +144,9 @@ def try_scaling(module: torch.nn.Module, scaling: Scaling, reference: Sequence[R
 
     Raises:
         TrialError: if a call raises in fp16, or if its output is not that of fp32.
-        ScalingError: if in fp32 the module's outputs are not bit for bit the same, or if it leaves scaled
-            activations in attributes.
+        ScalingError: if in fp32 the module's outputs are not bit for bit the same.
+
+    Warns once if the module leaves scaled activations in attributes, which other code may read.
 
     Cost: a forward in fp32 and one in fp16 for each call.
     """
@@ -285,12 +286,10 @@ def _demand_equal(module: torch.nn.Module, reference: Sequence[Run]) -> None:
         now = read_kept(module, list(run.kept))
         scaled = [name for name, held in run.kept.items() if _is_scaled(now.get(name, ()), held)]
         if scaled:
-            raise ScalingError(
-                f"{type(module).__name__} leaves activations in {list_some(scaled)}, which would be "
-                "multiplied by powers of two there.",
-                expected="Activations with scale exponents stay inside the module: other code may read "
-                "these.",
-                remedy="Return them instead, delete them before the call ends, or run it in bf16 or fp32.",
+            warn_user(
+                f"{type(module).__name__} leaves activations in {list_some(scaled)}, and they are "
+                "multiplied by powers of two there. Its own result is right; code that reads them later "
+                "gets other values. For such code, leave this module in bf16 or fp32."
             )
 
 
