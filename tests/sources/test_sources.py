@@ -110,7 +110,7 @@ def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
     path.touch()
     assert read_error(lambda: resolve_source(path)) == (
         f"The file {path} isn't a .safetensors or .gguf file. {FORMS}. Give a .safetensors file, or the "
-        "folder that contains model_index.json. For a Python script: stopdown run SCRIPT."
+        "folder that contains model_index.json. For a Python script, use the run command."
     )
 
 

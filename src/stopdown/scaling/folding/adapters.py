@@ -274,13 +274,19 @@ class _FollowedLayer(SameInCopies):
     def _after_loading(self, layer: Any, *_: Any) -> None:
         """Scale the adapters that were loaded, unless they are cast next, as their first call may be in
         compiled or exported code.
+
+        Those of a layer in fp32 are cast with a module in fp16, which might not hold them scaled.
         """
         if layer is not self._layer() or is_traced():
             return
         parts = [
             x for name in list_adapter_names(layer) for x in find_role_tensors(layer, name).values()
         ]
-        if {x.dtype for x in parts} == {getattr(self._base, "weight", torch.empty(0)).dtype}:
+        own = getattr(self._base, "weight", torch.empty(0)).dtype
+        others = (x.dtype for x in self._folds.module.parameters())
+        if {x.dtype for x in parts} == {own} and (
+            own == torch.float16 or torch.float16 not in others
+        ):
             with contextlib.suppress(ScalingError):  # which the call raises
                 self.follow()
 
