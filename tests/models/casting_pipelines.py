@@ -49,30 +49,43 @@ def draw(pipe: Any, name: str) -> torch.Tensor:
     return torch.as_tensor(made[0])
 
 
+def make_qwen_transformer(channels: int, **options: Any) -> nn.Module:
+    """The transformer of Qwen-Image for latents of some channels, in patches of 2 x 2."""
+    import diffusers
+
+    return diffusers.QwenImageTransformer2DModel(
+        in_channels=4 * channels,
+        out_channels=channels,
+        attention_head_dim=16,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+        **options,
+    )
+
+
+def make_qwen_vae(channels: int, **options: Any) -> nn.Module:
+    """The autoencoder of Qwen-Image with latents of some channels."""
+    import diffusers
+
+    return diffusers.AutoencoderKLQwenImage(
+        z_dim=channels,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * channels,
+        latents_std=[1.0] * channels,
+        **options,
+    )
+
+
 def _make_qwen_image() -> Any:
     import diffusers
 
     encoder = _make_encoder("Qwen2_5_VLForConditionalGeneration", **_QWEN)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        transformer = diffusers.QwenImageTransformer2DModel(
-            in_channels=16,
-            out_channels=4,
-            num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=32,
-            axes_dims_rope=(4, 6, 6),
-        )
-        vae = diffusers.AutoencoderKLQwenImage(
-            base_dim=8,
-            z_dim=4,
-            dim_mult=[1, 1, 1, 1],
-            num_res_blocks=1,
-            temperal_downsample=[False, True, True],
-            latents_mean=[0.0] * 4,
-            latents_std=[1.0] * 4,
-        )
+        transformer = make_qwen_transformer(4, num_layers=2, num_attention_heads=2)
+        vae = make_qwen_vae(4, base_dim=8)
     return diffusers.QwenImagePipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         vae=_freeze(vae),

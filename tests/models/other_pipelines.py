@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from models.casting_pipelines import make_qwen_transformer, make_qwen_vae
 from models.encoder_models import make_encoder
 from models.zimage import make_tokenizer
 from stopdown.pipelines.tiny_pipelines import build_part
@@ -179,27 +180,14 @@ def make_layered() -> Any:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        transformer = diffusers.QwenImageTransformer2DModel(
-            in_channels=32,
-            out_channels=8,
+        transformer = make_qwen_transformer(
+            8,
             num_layers=1,
-            attention_head_dim=16,
             num_attention_heads=1,
-            joint_attention_dim=32,
-            axes_dims_rope=(4, 6, 6),
             use_additional_t_cond=True,
             use_layer3d_rope=True,
         )
-        vae = diffusers.AutoencoderKLQwenImage(
-            base_dim=4,
-            z_dim=8,
-            dim_mult=[1, 1, 1, 1],
-            num_res_blocks=1,
-            temperal_downsample=[False, True, True],
-            latents_mean=[0.0] * 8,
-            latents_std=[1.0] * 8,
-            input_channels=4,
-        )
+        vae = make_qwen_vae(8, base_dim=4, input_channels=4)
         encoder = make_encoder("Qwen2_5_VLForConditionalGeneration")
     return diffusers.QwenImageLayeredPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),

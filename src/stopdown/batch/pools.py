@@ -127,11 +127,7 @@ class Processes:
         slot = self._slots[worker]
         seal = plan.seal if plan else ""
         is_new = bool(seal) and seal not in slot.known
-        message = (
-            task.complete(),
-            seal,
-            plan if is_new else None,
-        )  # an error of a picture is raised here
+        message = task.complete(), seal, plan if is_new else None  # raises a picture's errors
         slot.known.add(seal)
         slot.state = "busy"
         with contextlib.suppress(OSError):  # it died meanwhile, which `wait` finds

@@ -28,6 +28,7 @@ from stopdown.comparison.records import (
 )
 from stopdown.component_call_names import name_module_path
 from stopdown.errors import OptionError
+from stopdown.frames.frame_faults import lay_on_white
 from stopdown.numerics import HIDDEN_FROM, HIDDEN_IN_FP16, iterate_leaves, relative_l2
 from stopdown.runtime.run_check import collect_videos
 
@@ -48,11 +49,7 @@ def clean_frames(frames: Frames) -> tuple[Frames, int]:
     """
     broken = int((~np.isfinite(frames)).sum())
     cleaned = np.nan_to_num(frames.astype(np.float32), nan=0.0, posinf=1.0, neginf=0.0)
-    clipped = np.clip(cleaned, 0.0, 1.0)
-    if clipped.shape[-1] == 4:
-        opacity = clipped[..., 3:]
-        clipped = clipped[..., :3] * opacity + 1 - opacity
-    return clipped, broken
+    return lay_on_white(np.clip(cleaned, 0.0, 1.0)), broken
 
 
 def read_values(result: Any) -> tuple[Frames, int]:

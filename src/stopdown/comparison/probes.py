@@ -117,9 +117,8 @@ class Probe:
         if id(module) not in self._pending:
             self._hook(module)
         intercept(callee, self._around, patches, Rank.RECORD)
-        intercept(
-            callee, self._run, patches, Rank.COMPONENT
-        )  # inside the guard, which runs it again
+        # inside the guard, which may run the call again
+        intercept(callee, self._run, patches, Rank.COMPONENT)
 
     def _hook(self, owner: torch.nn.Module) -> None:
         pending = self._pending[id(owner)] = _Pending()

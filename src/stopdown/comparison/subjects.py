@@ -345,9 +345,7 @@ def _describe(
     identity: Any
     try:
         identity = describe_program(program)
-    except (
-        PlanError
-    ):  # another library offloads its weights: no finished run is recognised as its own
+    except PlanError:  # another library offloads its weights: no finished run is recognised
         identity = secrets.token_hex(8)
     return Subject(kind, "", kind, choose_device(device), classes, load, make, identity=identity)
 

@@ -295,23 +295,26 @@ def require_clip(frames: Frames) -> Frames:
 _CLEAR = 4  # channels of a picture with transparency
 
 
-def lay_on_white(frames: Frames) -> Frames:
+def lay_on_white(frames: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Lay frames with transparency on white; return others as they are.
 
     Args:
-        frames: `[..., H, W, 3]` or `[..., H, W, 4]` uint8.
+        frames: `[..., H, W, 3]` or `[..., H, W, 4]`: uint8, or fp32 in [0, 1].
     """
     import numpy as np
 
+    white = 255 if frames.dtype == np.uint8 else 1
     is_clear = frames.shape[-1] == _CLEAR
-    return _lay(np.full_like(frames[..., :3], 255), frames) if is_clear else frames
+    return _lay(np.full_like(frames[..., :3], white), frames) if is_clear else frames
 
 
-def _lay(below: Frames, layer: Frames) -> Frames:
+def _lay(below: np.ndarray[Any, Any], layer: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     import numpy as np
 
-    opacity = layer[..., 3:].astype(np.float32) / 255
-    return np.rint(layer[..., :3] * opacity + below * (1 - opacity)).astype(np.uint8)
+    is_bytes = layer.dtype == np.uint8
+    opacity = layer[..., 3:].astype(np.float32) / (255 if is_bytes else 1)
+    laid = layer[..., :3] * opacity + below * (1 - opacity)
+    return np.rint(laid).astype(np.uint8) if is_bytes else laid
 
 
 def name_frames(indices: Sequence[int], total: int) -> str:

@@ -73,9 +73,8 @@ def _bypass_hooks(
         registry: Any = vars(child).get("_diffusers_hook")
         hooks = list(registry.hooks.values()) if registry is not None else []
         if hooks and "forward" in vars(child) and all(map(is_meant, hooks)):
-            innermost = registry._fn_refs[
-                0
-            ]  # a copy must not hold hooks, which would call the original
+            # not the hook itself: a copy must not hold hooks, which would call the original
+            innermost = registry._fn_refs[0]
             patches.remove_attribute(child, "_diffusers_hook")
             forward = innermost.original_forward or innermost.forward
             if getattr(forward, "__func__", None) is type(child).forward:

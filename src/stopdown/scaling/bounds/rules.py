@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from stopdown.number_formats import find_format
 from stopdown.scaling.bounds.evaluation import FLOOR, ROUNDING
 from stopdown.scaling.bounds.known_values import BoundedOperation, UnboundedError
 from stopdown.scaling.bounds.row_sums import WEIGHT_ROUNDING
@@ -192,10 +193,8 @@ def _may_be_subnormal(divisor: Node) -> bool:
 
 def _find_smallest(node: Any) -> float:
     """Return the smallest number above 0 of a tensor's dtype."""
-    if not is_float(node):
-        return 0.0
-    known = torch.finfo(node.meta["val"].dtype)
-    return known.smallest_normal * known.eps
+    known = find_format(node.meta["val"].dtype) if is_float(node) else None
+    return known.smallest if known is not None else 0.0
 
 
 def _round(number: float, node: Node) -> float:
