@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -52,3 +53,16 @@ def find_role_tensors(layer: Any, name: str) -> dict[str, torch.Tensor]:
 def list_adapter_layers(module: torch.nn.Module) -> list[Any]:
     """List the layers of a module that PEFT has wrapped."""
     return [layer for layer in module.modules() if is_adapter_layer(layer)]
+
+
+def is_read_by_libraries(*others: str) -> bool:
+    """Return whether a state dict is read by libraries that neither save it nor make a model of it.
+
+    Called by a state dict pre-hook of a module.
+
+    Args:
+        others: further packages that may read it.
+    """
+    caller = str(sys._getframe(3).f_globals.get("__name__"))
+    known = ("accelerate", "diffusers.loaders", "peft", *others)
+    return any(f"{caller}.".startswith(f"{name}.") for name in known)

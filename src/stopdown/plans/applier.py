@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +46,7 @@ from stopdown.interception.module_paths import casts_weights
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.mapped_weights import put_, widen_
 from stopdown.memory.offloader import Offloader
+from stopdown.module_calls.adapter_layers import is_read_by_libraries
 from stopdown.module_calls.call_interception import drop_upcast, find_slot, has_layer
 from stopdown.module_calls.callee import Callee
 from stopdown.module_calls.module_code import list_foreign_code
@@ -435,10 +435,7 @@ def _watch_saving(
     warned = list[bool]()
 
     def warn(owner: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        caller = str(sys._getframe(2).f_globals.get("__name__"))
-        known = ("accelerate", "diffusers.loaders", "peft", *savers)  # they save nothing
-        is_known = any(f"{caller}.".startswith(f"{name}.") for name in known)
-        if owner is module and not (prefix or keep_vars or warned or is_known):
+        if owner is module and not (prefix or keep_vars or warned or is_read_by_libraries(*savers)):
             warned.append(True)
             warn_user(
                 f"{type(owner).__name__} is under a plan or a repair, and its weights are scaled: "

@@ -47,6 +47,7 @@ from stopdown.interception.patches import (
     call_while_alive,
     refuse_pickling,
 )
+from stopdown.module_calls.adapter_layers import is_read_by_libraries
 from stopdown.module_calls.answers import add_answers
 from stopdown.module_calls.call import ComponentCall, are_finite, stays_finite
 from stopdown.module_calls.call_interception import (
@@ -122,10 +123,6 @@ _CODE = (
     "Replace functions and parts, and put hooks on, before the plan, guard or rescaling: take it off "
     "(.undo(), or leave the guard), and put it on again."
 )
-
-
-_KEEPING = ("accelerate.", "diffusers.loaders.", "peft.")
-"""Packages that read state dicts of parts and make no model of them."""
 
 
 @dataclass(frozen=True)
@@ -382,8 +379,7 @@ class CallWatch(SameInCopies):
         """Warn once if somebody reads the state dict of a part by itself, to begin another model with it
         (a state dict pre-hook).
         """
-        caller = str(sys._getframe(2).f_globals.get("__name__"))
-        if not (prefix or keep_vars or f"{caller}.".startswith(_KEEPING)):
+        if not (prefix or keep_vars or is_read_by_libraries()):
             self.warn_of_copy()
 
     def warn_of_copy(self) -> None:
