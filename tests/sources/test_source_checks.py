@@ -214,6 +214,28 @@ def test_shards_are_verified_and_loaded(sharded: Path) -> None:
     load_pipeline(source, torch_dtypes=torch.bfloat16)
 
 
+def test_the_index_of_another_variant_needs_no_shards(sharded: Path) -> None:
+    """A download takes the configurations of all variants, as of Stable Diffusion 3, and one's shards."""
+    transformer = sharded / "transformer"
+    plain = transformer / "diffusion_pytorch_model.safetensors.index.json"
+    other = transformer / "diffusion_pytorch_model.safetensors.index.fp16.json"
+    other.write_text(plain.read_text().replace("_model-", "_model.fp16-"))
+    verify(sharded)
+    for path in find_weights(transformer)[1]:
+        path.rename(transformer / path.name.replace("_model-", "_model.fp16-"))
+    verify(sharded)
+    lost = find_weights(transformer)[1][0]
+    lost.unlink()
+    assert f"lacks {lost.name}. {other.name} names it." in read_error(lambda: verify(sharded))
+
+
+def test_files_of_macos_beside_configurations_are_no_configurations(folder: Path) -> None:
+    """On a disk that isn't its own, macOS puts `._config.json` with its attributes beside each file."""
+    for name in ("config.json", "diffusion_pytorch_model.safetensors.index.json"):
+        (folder / "transformer" / f"._{name}").write_bytes(b"\x00\x05\x16\x07\x00\xff")
+    verify(folder)
+
+
 def test_a_missing_shard_is_named(sharded: Path) -> None:
     """A file that the index names and that is absent."""
     shard = find_weights(sharded / "transformer")[1][1]

@@ -120,7 +120,7 @@ def _check_configurations(
 ) -> Iterator[SourceProblem]:
     class_name = source.components[name][1]
     yield from _check_side_files(folder)
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.glob("[!.]*.json")):  # macOS puts ._config.json on foreign disks
         if path.name == "adapter_config.json":
             yield make_problem("adapter", path=path)
         elif not path.name.endswith(".index.json"):
@@ -170,14 +170,21 @@ def _name_configuration(class_name: str) -> tuple[str, ...]:
 
 
 def _check_weights(folder: Path, source: Source) -> Iterator[SourceProblem]:
-    _, files = find_weights(folder, source.variant)
-    indices = sorted(folder.glob("*.safetensors.index*.json"))
-    if not files and not indices:
+    variant, files = find_weights(folder, source.variant)
+    indices = sorted(folder.glob("[!.]*.safetensors.index*.json"))
+    if files:  # the index of another variant may be there without its shards
+        indices = [index for index in indices if _read_variant(index) == variant]
+    elif not indices:
         yield _describe_no_weights(folder, source)
     for path in files:
         yield from check_weight_file(path, "the component")
     for index in indices:
         yield from _check_index(index, {path.name for path in files})
+
+
+def _read_variant(index: Path) -> str:
+    """Return the variant of an index of shards: `fp16` for `model.safetensors.index.fp16.json`."""
+    return index.name.partition(".index.")[2].removesuffix("json").removesuffix(".")
 
 
 def _describe_no_weights(folder: Path, source: Source) -> SourceProblem:
