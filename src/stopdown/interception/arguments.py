@@ -177,10 +177,9 @@ def _enter(
     kwargs: Any,
 ) -> tuple[Any, Any]:
     args, kwargs, replaced = replace_tensors(args, kwargs, change, rest=rest)
-    running.list_here().append(replaced)
+    running.begin(partial(put_back, replaced))
     return args, kwargs
 
 
 def _leave(running: RunningCalls, module: torch.nn.Module, args: Any, output: Any) -> None:
-    if kept := running.list_here():  # not if another hook raised first
-        put_back(kept.pop())
+    running.end()

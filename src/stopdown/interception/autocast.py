@@ -110,11 +110,10 @@ def run_within(
     def enter(part: Any, args: Any) -> None:
         stack = contextlib.ExitStack()
         stack.enter_context(context())
-        running.list_here().append(stack)
+        running.begin(stack.close)
 
     def leave(part: Any, args: Any, output: Any) -> None:
-        if kept := running.list_here():  # not if another hook raised first
-            kept.pop().close()
+        running.end()
 
     patches.defer(module.register_forward_pre_hook(enter).remove)
     patches.defer(module.register_forward_hook(leave, always_call=True).remove)

@@ -157,23 +157,54 @@ class Patches:
 
 
 class RunningCalls:
-    """What pairs of hooks keep of the calls that run, each thread for its own.
+    """What a pair of hooks has begun before the calls that run, to be ended after them, by thread.
 
     A copy of a module has a copy of its hooks, in which no call runs.
     """
 
     def __init__(self) -> None:
-        self._of_threads: dict[int, list[Any]] = {}
-        self._traced: list[Any] = []
+        self._traced: list[Callable[[], object]] = []
 
-    def list_here(self) -> list[Any]:
-        """Return what is kept of this thread's calls, the innermost last."""
+    def begin(self, end: Callable[[], object]) -> None:
+        """Have `end` called once the call that begins now has ended."""
         if is_traced():  # a compiler doesn't follow what belongs to threads
-            return self._traced
-        return self._of_threads.setdefault(threading.get_ident(), [])
+            self._traced.append(end)
+        else:
+            _list_running().append((self, end))
+
+    def end(self) -> None:
+        """End what was begun before the innermost call; do nothing if another hook raised first."""
+        if is_traced():
+            if self._traced:
+                self._traced.pop()()
+            return
+        running = _list_running()
+        at = next((at for at in reversed(range(len(running))) if running[at][0] is self), None)
+        if at is not None:
+            running.pop(at)[1]()
 
     def __reduce__(self) -> tuple[type[RunningCalls], tuple[()]]:
         return RunningCalls, ()
+
+
+@contextlib.contextmanager
+def ended_calls() -> Iterator[None]:
+    """End what hooks have begun in the block, also after Ctrl-C, for which PyTorch calls no hooks."""
+    running = _list_running()
+    depth = len(running)
+    try:
+        yield
+    finally:
+        while len(running) > depth:
+            running.pop()[1]()
+
+
+def _list_running() -> list[tuple[RunningCalls, Callable[[], object]]]:
+    """List what this thread's calls have begun, the innermost last: whose hooks, and what ends it."""
+    return _running.setdefault(threading.get_ident(), [])
+
+
+_running: dict[int, list[tuple[RunningCalls, Callable[[], object]]]] = {}
 
 
 class SameInCopies:

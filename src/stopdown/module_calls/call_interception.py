@@ -29,7 +29,7 @@ import torch
 
 from stopdown.interception.module_paths import casts_weights
 from stopdown.interception.own_hooks import run_with_hooks
-from stopdown.interception.patches import CHANGING, Patches, refuse_pickling
+from stopdown.interception.patches import CHANGING, Patches, ended_calls, refuse_pickling
 from stopdown.interception.tracing import is_traced
 from stopdown.module_calls.call import ComponentCall
 from stopdown.module_calls.callee import Callee
@@ -130,7 +130,8 @@ class _StackCall:
         if is_traced() or stack.owner in THREAD.bared:
             return stack.original(*args, **kwargs)
         stack.follow()
-        return _enter(stack.call_original, stack.layers, args, kwargs)
+        with ended_calls():
+            return _enter(stack.call_original, stack.layers, args, kwargs)
 
     @property
     def __self__(self) -> Any:
@@ -270,7 +271,8 @@ class PartCall:
         below = self.code or self.callee.owner._call_impl
         if is_traced() or is_in_call(self.whole):
             return below(*args, **kwargs)
-        return self.layer(ComponentCall(self.callee, args, kwargs, below))
+        with ended_calls():
+            return self.layer(ComponentCall(self.callee, args, kwargs, below))
 
 
 _WHOLE = ("forward", "encode", "decode")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -211,3 +212,23 @@ def test_the_name_of_a_number_gives_it_back(value: float) -> None:
     assert "." not in name_clamp(value)
     assert read_clamp(name_clamp(value)) == value
     assert read_clamp("clamp_eps") is None
+
+
+def test_numbers_in_other_code_stay_after_ctrl_c() -> None:
+    """PyTorch calls no hook after it: all later code had the scaled number, also that of other modules."""
+    stops = list[bool]()
+
+    def normalise(h: torch.Tensor, eps: float) -> torch.Tensor:
+        if stops:
+            raise KeyboardInterrupt
+        return functional.normalize(h, dim=-1, eps=eps)
+
+    module, x = Normed(normalise, 1e-3).eval(), torch.randn(3, 4) * 16
+    rescale_(module, x, cast=True)
+    short = torch.full((1, WIDTH), 1e-6)
+    before = functional.normalize(short, eps=1e-3)
+    stops.append(True)
+    with contextlib.suppress(KeyboardInterrupt):
+        module(x.half())
+    assert torch.equal(functional.normalize(short, eps=1e-3), before)
+    assert torch._C._len_torch_function_stack() == 0
