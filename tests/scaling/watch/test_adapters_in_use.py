@@ -279,3 +279,15 @@ def test_weights_of_a_deep_copy_are_watched(pair: Any) -> None:
     gc.collect()
     assert found() is None
     assert torch.equal(module(x), original(x))
+
+
+def test_a_lora_that_is_trained_after_a_call_is_refused(pair: Any) -> None:
+    """It was scaled while it needed no gradient; those of its matrices were those of others."""
+    module, _, x = pair
+    made = add(module)
+    module(x)
+    made.first.lora_A["one"].weight.requires_grad_(True)
+    with pytest.raises(ScalingError, match=r"A gradient of the adapter 'one' of first"):
+        module(x).sum().backward()
+    made.requires_grad_(False)
+    assert torch.equal(module(x), add(pair[1])(x))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from stopdown.errors import ScalingError
 from stopdown.interception.patches import Patches
 from stopdown.scaling.watch.folded_weights import FoldedWeights
 from stopdown.scaling_records import Scaling
 
+Call = Callable[[torch.Tensor], torch.Tensor]
 SCALING = Scaling(exponents={"0.weight": -2, "1.weight[0:4]": 1, "1.weight[4:8]": 2})
 
 
@@ -128,3 +133,41 @@ def test_gradients_of_folded_weights_are_refused_until_it_is_undone() -> None:
         module[2](torch.ones(1, 8)).sum().backward()
     module[0](torch.ones(1, 8)).sum().backward()
     assert module[0].weight.grad is not None
+
+
+def test_gradients_of_a_weight_that_takes_the_place_of_another_are_refused() -> None:
+    """A copy of equal values is known for the same weight; only the first tensor of a name was refused."""
+    module, known = make(grad=True)
+    known.refuse_gradients(Patches())
+    for _ in range(2):
+        module[0].weight = nn.Parameter(module[0].weight.detach().clone())
+        known.check()
+        with Patches() as patches:
+            known.refuse_gradients(patches)
+            with pytest.raises(ScalingError, match=r"A gradient of 0\.weight of transformer"):
+                module[0](torch.ones(1, 8)).sum().backward()
+
+
+def call_in_jvp(call: Call, weight: torch.Tensor) -> Any:
+    return torch.func.jvp(call, (weight,), (torch.ones_like(weight),))
+
+
+def call_with_tangent(call: Call, weight: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        return call(forward_ad.make_dual(weight, torch.ones_like(weight)))
+
+
+@pytest.mark.parametrize("differentiate", [call_in_jvp, call_with_tangent])
+def test_scaled_weights_are_not_differentiated_by_forward(differentiate: Any) -> None:
+    """The tangent was that of another weight."""
+    module, known = make()
+    weights = {name: x.detach() for name, x in module.named_parameters()}
+
+    def call(weight: torch.Tensor) -> torch.Tensor:
+        given = {**weights, "0.weight": weight}
+        return torch.func.functional_call(module, given, (torch.ones(1, 8),))
+
+    module.register_forward_pre_hook(lambda *_: known.check())
+    call(weights["0.weight"])
+    with pytest.raises(ScalingError, match=r"1 weights .* to differentiate by: 0\.weight\."):
+        differentiate(call, weights["0.weight"])

@@ -308,7 +308,8 @@ class _FollowedLayer(SameInCopies):
                 if len(own) == len(parts) and not any(map(has_values, own)):
                     continue  # of a copy without weights
                 is_merged = is_merging or name in layer.merged_adapters
-                state = (is_merged, *map(id, parts.values()))
+                # training that begins now: gradients are refused
+                state = (is_merged, *((id(x), x.requires_grad) for x in parts.values()))
                 held = self._done.get(name)
                 if held is not None and held[0] == state:
                     continue

@@ -12,11 +12,13 @@ matrix.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from stopdown.errors import ScalingError
 from stopdown.fold_names import RESCALED, find_folded_parts, split_fold_name
@@ -47,14 +49,12 @@ class FoldedWeights(SameInCopies):
         self._module, self._scaling, self._name, self._casts = module, scaling, name, casts
         self._weights: list[_Weight] = []
         self._wide: list[tuple[str, dict[str, Any], str]] = []
-        self._refused = set[str]()
 
     def note(self) -> None:
         """Record the module's present weights, and its fp32 tensors, as those that must not change."""
         self._weights = list(_list_weights(self._module, self._scaling))
         places = list_tensor_places(self._module) if self._casts else ()
         self._wide = [x for x in places if x[1][x[2]].dtype == torch.float32]
-        self._refused.clear()
 
     @property
     def has_half(self) -> bool:
@@ -67,9 +67,7 @@ class FoldedWeights(SameInCopies):
         The gradient would be that of another weight.
         """
         for known in self._weights:
-            if known.tensor.requires_grad and known.name not in self._refused:
-                self._refused.add(known.name)
-                refuse_gradient(known.tensor, f"{known.name} of {self._name}", patches)
+            known.refuse_gradient(self._name, patches)
 
     def refuse_loading(self, patches: Patches) -> None:
         """Refuse to load other weights in place of the scaled ones, until `patches` is undone.
@@ -107,15 +105,17 @@ class FoldedWeights(SameInCopies):
     def check(self) -> None:
         """Raise an error if scaled weights were rewritten, or tensors that must be fp32 were cast.
 
-        Inside of a `torch.func` transform, raise one if a caller gives other tensors in their place.
+        Raise one as well if a caller gives other tensors in their place inside of a `torch.func` transform,
+        or differentiates by them forward.
 
         Cost: three comparisons for each folded tensor; a host read only if something changed.
         """
-        given = [x.name for x in self._weights if x.is_given()] if is_transformed() else []
+        is_inside = is_transformed()
+        given = [x.name for x in self._weights if x.has_tangent() or (is_inside and x.is_given())]
         if given:
             raise ScalingError(
-                f"{len(given)} weights of {self._name} were given by a caller in a torch.func transform: "
-                f"{list_some(given)}.",
+                f"{len(given)} weights of {self._name} were given by a caller in a torch.func transform or "
+                f"to differentiate by: {list_some(given)}.",
                 expected="A caller's weights have no exponents, and the gradient of a scaled weight is "
                 "that of another weight.",
                 remedy="Take the plan, guard or rescaling off first (`.undo()`, or leave the guard).",
@@ -186,6 +186,7 @@ class _Weight:
         shape: its shape; tokens may be added to a table of embeddings.
         version: count of its writes; None if unknown.
         sample: some of its values on the host; None if it has none here.
+        refusal: refuses its gradients. Its hook is on `refused`.
     """
 
     name: str
@@ -195,6 +196,8 @@ class _Weight:
     shape: torch.Size
     version: int | None
     sample: torch.Tensor | None
+    refusal: Patches = field(default_factory=Patches)
+    refused: weakref.ref[torch.Tensor] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -208,6 +211,27 @@ class _Weight:
         if tensor is not self.tensor or tensor.shape != self.shape:
             return True
         return count_writes(tensor) != self.version
+
+    def refuse_gradient(self, owner: str, patches: Patches) -> None:
+        """Make backward passes that reach the tensor raise an error, until `patches` is undone.
+
+        Args:
+            owner: name of the component, for the error.
+        """
+        is_refused = self.refused is not None and self.refused() is self.tensor
+        if self.tensor.requires_grad and not is_refused:
+            if self.refused is None:
+                patches.defer(self.refusal.undo)
+            self.refusal.undo()
+            self.refused = weakref.ref(self.tensor)
+            refuse_gradient(self.tensor, f"{self.name} of {owner}", self.refusal)
+
+    def has_tangent(self) -> bool:
+        """Return whether a caller has given a tensor to differentiate by forward in the tensor's place."""
+        tensor = self.holder.get(self.key)
+        if tensor is None or tensor is self.tensor:
+            return False
+        return forward_ad.unpack_dual(tensor).tangent is not None
 
     def is_given(self) -> bool:
         """Return whether a caller has given another tensor, or one to differentiate by, in the tensor's
