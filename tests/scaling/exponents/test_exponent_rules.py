@@ -550,3 +550,77 @@ def test_a_norm_of_squares_that_fp16_does_not_hold_is_fp32() -> None:
     assert rescaling.scaling.stream is None
     with cast_(module, torch.float16, rescaling):
         assert relative_l2(module(x.half()), reference) < 0.01
+
+
+INTEGERS = torch.arange(WIDTH) * 1000
+
+
+def _write_integers(large: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    buffer = torch.zeros_like(large)
+    buffer[..., 1:] = INTEGERS[1:]
+    return buffer + large
+
+
+def _write_mean(large: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    buffer = torch.zeros_like(x)
+    buffer[..., 0] = large.mean() / 2.0**18
+    return buffer + x
+
+
+class Mixed(nn.Module):
+    """A linear whose results are too large for fp16, mixed with other tensors, and a norm."""
+
+    def __init__(self, mix: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.mix, self.linear = mix, nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.linear.weight.data.mul_(2.0**18)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.mix(self.linear(x), x))
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda large, x: torch.where(x > 0, large, INTEGERS),
+        lambda large, x: torch.maximum(large, INTEGERS),
+        lambda large, x: large.masked_fill(x > 0, INTEGERS[1]),
+        lambda large, x: large.new_zeros(large.shape).copy_(INTEGERS) + large,
+        lambda large, x: torch.stack([large, INTEGERS.expand(large.shape)], 1).sum(1),
+        lambda large, x: torch.cat([large, x > 0], 1).sum(1),
+        _write_integers,
+        _write_mean,
+        lambda large, x: torch.diff(large, dim=1, prepend=x[:, :1]),
+    ],
+    ids=["where", "maximum", "masked_fill", "copy", "stack", "cat", "integers", "mean", "diff"],
+)
+def test_what_cannot_be_scaled_among_what_can_is_left_as_it_is(
+    mix: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Integers, and what the code was given, keep their values next to scaled ones."""
+    torch.manual_seed(0)
+    module, x = Mixed(mix).eval().requires_grad_(False), torch.randn(2, 5, WIDTH)
+    reference = module(x)
+    rescaling = rescale_(module, (x,))
+    assert rescaling.exponents or rescaling.fp32_modules
+    assert torch.equal(module(x), reference)
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda large, x: large + large * (x > 0).type_as(large),
+        lambda large, x: torch.complex(large, large).conj().real,
+    ],
+    ids=["type_as", "conj"],
+)
+def test_what_has_any_scale_needs_no_multiply(
+    mix: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Where a tensor only gives its dtype, or is conjugated, its exponent is free."""
+    torch.manual_seed(0)
+    module, x = Mixed(mix).eval().requires_grad_(False), torch.randn(2, 5, WIDTH)
+    rescaling = rescale_(module, (x,))
+    assert not rescaling.scaling.pinned
+    assert not rescaling.multiplies

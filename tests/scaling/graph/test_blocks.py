@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from stopdown.scaling.graph.blocks import Blocks, find_blocks, find_part, map_through_view
+from stopdown.scaling.graph.blocks import (
+    Blocks,
+    find_blocks,
+    find_part,
+    is_part,
+    map_through_view,
+)
 from stopdown.scaling.graph.capture import Capture, capture_call
 
 
@@ -118,3 +124,24 @@ def test_a_part_has_its_source_and_place() -> None:
     ]
     assert [(place, dim) for _, place, dim in parts] == [((1, 3), 1), ((2, 3), 1), ((1, 5), 1)]
     assert {source.name for source, _, _ in parts} == {str(found.inputs[0])}
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_parts_of_an_unbound_tensor_have_no_blocks(heads: int) -> None:
+    """Its dimensions have other numbers: heads of a query aren't query and key."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 4 * heads)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            query, key = self.linear(x).unflatten(-1, (2, heads, 2)).unbind(2)
+            first, second = query.chunk(2, dim=2)
+            return first.sigmoid(), second, key
+
+    found = capture(Heads(), torch.ones(2, 3, 8))
+    blocks = find_blocks(found.graph.graph, found.parameters)
+    (bounds,) = {x.bounds for node, x in blocks.items() if node.name in found.parameters}
+    assert bounds == (0, 2 * heads, 4 * heads)
+    assert not [node for node in blocks if is_part(node)]

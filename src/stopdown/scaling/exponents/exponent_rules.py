@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from stopdown.operations import find_operation
 from stopdown.scaling.exponents.linear_system import ZERO, System
@@ -101,6 +102,15 @@ class PlacedOperation:
         """List the floating tensors among the arguments."""
         return [x for x in self.node.all_input_nodes if is_float(x)]
 
+    def elements(self) -> list[Node]:
+        """List the tensors whose elements the result may hold: all but masks and indices.
+
+        An integer or bool among them is promoted to a float, and nothing can scale it.
+        """
+        given = {name: x for name, x in self.given.items() if name not in _PLACES}
+        leaves = pytree.tree_leaves(list(given.values()))
+        return [x for x in leaves if isinstance(x, Node)]
+
     def tensors(self, *names: str) -> list[int]:
         """Return the unknown scale exponents of the arguments with these names; an argument that is None is
         skipped.
@@ -117,6 +127,9 @@ class PlacedOperation:
 
 
 Rule = Callable[[PlacedOperation], None]
+
+_PLACES = ("condition", "index", "indices", "mask")
+"""Names of arguments that tell where elements go, and are no elements themselves."""
 
 
 def equate_with_first(op: PlacedOperation) -> None:
@@ -153,8 +166,13 @@ def equate_single_result(op: PlacedOperation) -> None:
 
 
 def equate_all(op: PlacedOperation) -> None:
-    """Give the result and all floating inputs one scale exponent."""
-    op.system.equate(op.out, *(op.of(x) for x in op.floats()))
+    """Give the result and all inputs one scale exponent; it is 0 if one of them, or the result, is
+    integer.
+    """
+    if is_float(op.node):
+        op.system.equate(op.out, *(op.of(x) for x in op.elements()))
+    else:
+        op.pin()
 
 
 def equate_scatter(op: PlacedOperation) -> None:
@@ -335,23 +353,21 @@ def equate_cast(op: PlacedOperation) -> None:
     """Give a tensor one scale exponent before and after a cast between floats; fix it at 0 for a cast to
     integers.
     """
-    source = op.given["self"]
-    if is_float(op.node) and is_float(source):
-        op.system.equate(op.out, op.of(source))
+    source = op.of(op.given["self"])
+    if is_float(op.node):
+        op.system.equate(op.out, source)
     elif _dtype(op.node) is not torch.bool:
-        op.pin()
+        op.system.pin(source)
 
 
 def equate_choice(op: PlacedOperation) -> None:
     """Give all tensors of a `where` or `masked_fill`, the result too, one scale exponent.
 
-    A choice of finite numbers other than 0 fixes it at 0.
+    A choice of integers, or of finite numbers other than 0, fixes it at 0.
     """
-    names = ("self", "other", "value", "src", "source")
-    numbers = [op.given[x] for x in names if isinstance(op.given.get(x), (int, float))]
-    parts = op.tensors(*(x for x in names if is_float(op.given.get(x))))
+    numbers = [x for x in op.given.values() if isinstance(x, (int, float))]
     if all(number == 0 or math.isinf(number) for number in numbers):
-        op.system.equate(op.out, *parts) if is_float(op.node) else None
+        equate_all(op)
     else:
         op.pin()
 
@@ -427,10 +443,13 @@ def equate_padded_sequences(op: PlacedOperation) -> None:
 
 
 def pin_filled(op: PlacedOperation) -> None:
-    """Fix the scale exponent of a tensor filled with one value at 0; zeros may have any exponent."""
-    value = op.given.get("value", op.given.get("fill_value"))
+    """Fix the scale exponent of a tensor filled with a number at 0; zeros may have any exponent.
+
+    A tensor that is filled with the value of another one has its exponent.
+    """
+    value = op.given.get("value")
     if is_float(op.node) and (isinstance(value, Node) or value != 0):
-        op.system.pin(op.out)
+        op.system.equate(op.out, op.of(value))
 
 
 def relate_picked(op: PlacedOperation) -> None:
@@ -469,12 +488,6 @@ def pin_operation(op: PlacedOperation) -> None:
     op.pin()
 
 
-def equate_extremum(op: PlacedOperation) -> None:
-    """Give `max(x)` and `x`, or `max(x, other)` and both operands, one scale exponent."""
-    if is_float(op.node):
-        equate_all(op)
-
-
 def _dtype(node: Node) -> torch.dtype | None:
     value = node.meta.get("val")
     return value.dtype if isinstance(value, torch.Tensor) else None
@@ -507,7 +520,6 @@ RULES: dict[str, Rule] = {
     "pad_all": equate_padded_sequences,
     "fill": pin_filled,
     "pick": relate_picked,
-    "extremum": equate_extremum,
 }
 """Rules by their names in the table of operations."""
 

@@ -630,8 +630,9 @@ class CallStatement:
         """Give concatenated tensors the scale exponents of the blocks that they fill in the result."""
         dim, places = list_joined(node)
         for part, place in places:
-            if is_float(part):
-                self._tie(part, node, place, dim, node)
+            if not is_float(part):  # nothing can scale integers
+                self.system.pin(self.unknown(part, None, node))
+            self._tie(part, node, place, dim, node)
 
     def _tie(self, part: Node, whole: Node, place: tuple[int, int], dim: int, user: Node) -> None:
         """Give a part of a tensor, block by block, the scale exponents that the whole tensor has there.

@@ -176,7 +176,8 @@ def _combine(node: Node, wanted: Mapping[Node, Blocks]) -> Blocks | None:
 def _demand(user: Node, node: Node, wanted: Mapping[Node, Blocks]) -> Blocks | None:
     if is_split(user) or _is_plain_slice(user):
         dim, bounds = split_bounds(user)
-        inner = (x for part in (user, *user.users) for x in _list_inner(part, wanted))
+        parts = user.users if is_split(user) else (user,)
+        inner = (x for part in parts for x in _list_inner(part, wanted))
         return Blocks(dim, tuple(sorted({*bounds, *inner})))
     if is_kind(user, "select") and isinstance(user.args[2], int):
         dim = int(user.args[1]) % len(shape_of(node))  # type: ignore[arg-type]
@@ -196,7 +197,7 @@ def _list_inner(part: Node, wanted: Mapping[Node, Blocks]) -> Iterator[int]:
     """Yield where separately scaled blocks inside a part of a tensor begin and end, as indices of the
     whole tensor.
     """
-    if part in wanted and (is_kind(part, "part") or _is_plain_slice(part)):
+    if part in wanted and not _loses_dimension(part):
         _, (start, _), dim = find_part(part)
         if wanted[part].dim == dim:
             yield from (start + bound for bound in wanted[part].bounds)
@@ -342,6 +343,13 @@ def is_part(node: Node) -> bool:
     return is_kind(node, "part") and bool(node.args) and is_split(node.args[0])
 
 
+def _loses_dimension(part: Node) -> bool:
+    """Return whether a part lacks the dimension along which it was taken, so that its later ones have
+    other numbers.
+    """
+    return is_kind(part, "select") or is_kind(part.args[0], "unbind")
+
+
 def has_known_indices(node: Node) -> bool:
     """Return whether the indices that a slice or select takes are constants, not computed from data.
 
@@ -359,7 +367,7 @@ def _is_part_of(node: Node, kept: Mapping[Node, Blocks]) -> bool:
     Every block boundary of the slice must be one of that tensor.
     """
     source, (start, _), dim = find_part(node)
-    if is_kind(node, "select") or source not in kept or kept[source].dim != dim:
+    if _loses_dimension(node) or source not in kept or kept[source].dim != dim:
         return False
     inner = {start + bound for bound in kept[node].bounds}
     return kept[node].dim == dim and inner <= {*kept[source].bounds}
