@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,22 @@ from torch import nn
 from stopdown.module_calls.call_signatures import sign_call
 
 X = torch.zeros(2, 3)
+
+
+class Skipping(enum.Enum):
+    """What is left out, as LTX-Video's own code names it."""
+
+    SCORES = "scores"
+    VALUES = "values"
+
+
+@dataclass
+class Modality:
+    """Arguments in one object, as LTX-2's own code passes them."""
+
+    latent: torch.Tensor
+    mask: torch.Tensor | None = None
+    enabled: bool = True
 
 
 class Model(nn.Module):
@@ -55,6 +73,15 @@ def sign(*args: Any, **kwargs: Any) -> str:
         ({"extra": {}}, "forward(extra={}, x[2d])"),
         ({"extra": []}, "forward(extra=[], x[2d])"),
         ({"extra": "blocks"}, "forward(extra=blocks, x[2d])"),
+        ({"extra": Skipping.SCORES}, "forward(extra=Skipping.SCORES, x[2d])"),
+        (
+            {"extra": Modality(X)},
+            "forward(extra.enabled=True, extra.latent[2d], extra:Modality, x[2d])",
+        ),
+        (
+            {"extra": Modality(X, X, enabled=False)},
+            "forward(extra.enabled=False, extra.latent[2d], extra.mask[2d], extra:Modality, x[2d])",
+        ),
         ({"extra": 0.5}, "forward(extra, x[2d])"),
         ({"extra": 0.0}, "forward(extra=0, x[2d])"),
         ({"extra": [0.5, 0.5]}, "forward(extra[], x[2d])"),

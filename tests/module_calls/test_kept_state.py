@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict, defaultdict, deque
+from functools import partial
 from typing import Any
 
 import pytest
@@ -79,6 +81,18 @@ class Listing(Normed):
         return super().forward(x) * len(self.seen)
 
 
+class Mapping(Normed):
+    """A mapping that grows, and that the result depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: OrderedDict[int, float] = OrderedDict()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.known[len(self.known)] = 1.0
+        return super().forward(x) * len(self.known)
+
+
 class Caching(Normed):
     """What each call sets anew, and reads no earlier than that: Wan's autoencoder does so."""
 
@@ -87,7 +101,13 @@ class Caching(Normed):
         return self.leave(self.norm(self.cache["entered"]))
 
 
-KEEPS = {RunningMean: "mean", Remembering: "last", Counting: "count", Listing: "seen"}
+KEEPS = {
+    RunningMean: "mean",
+    Remembering: "last",
+    Counting: "count",
+    Listing: "seen",
+    Mapping: "known",
+}
 
 
 def make(kind: type[Normed]) -> tuple[Normed, torch.Tensor]:
@@ -222,12 +242,21 @@ def test_outputs_of_other_classes_are_those_of_fp32(kind: Any) -> None:
         assert (getattr(found, name).float() - right).norm() < 4e-3 * right.norm(), name
 
 
-def test_containers_of_the_caller_are_put_back() -> None:
-    """What code puts into a list or mapping that it is given comes out again."""
-    given, cache = [torch.ones(1)], {"a": torch.ones(1)}
+MAPPINGS = (dict, OrderedDict, partial(defaultdict, list))
+
+
+@pytest.mark.parametrize("make_list", [list, deque])
+@pytest.mark.parametrize("make_mapping", MAPPINGS)
+def test_containers_of_the_caller_are_put_back(make_mapping: Any, make_list: Any) -> None:
+    """What code puts into a list or mapping that it is given is seen, and comes out again."""
+    given, cache = make_list([torch.ones(1)]), make_mapping({"a": torch.ones(1)})
     held = HeldContainers(((given,), {"timestep": cache}))
+    assert not held.is_filled
     given.append(torch.zeros(1))
+    assert held.is_filled
+    held.restore()
     cache["b"] = torch.zeros(1)
+    assert held.is_filled
     held.restore()
     assert len(given) == 1
     assert list(cache) == ["a"]

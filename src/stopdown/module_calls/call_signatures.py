@@ -5,9 +5,9 @@ added to a scaled one must be scaled too, and an additional output must be scale
 of tensors aren't part of a signature. Sizes (`list_argument_sizes`) are separate, because most select no
 other branch.
 
-**Catches** which tensors are passed, also in lists, tuples and mappings; their kind and number of
-dimensions; flags, strings, integers and objects; floats that are 0, with which code skips work; flags
-that the module's config decides.
+**Catches** which tensors are passed, also in lists, tuples, mappings and dataclasses; their kind and number
+of dimensions; flags, strings, integers, members of enums and kinds of objects; floats that are 0, with
+which code skips work; flags that the module's config decides.
 
 **Does not catch** branches on any other float or on the values of a tensor; integers that are times or
 strengths by their names; attributes of a module (`module_settings`).
@@ -15,11 +15,13 @@ strengths by their names; attributes of a module (`module_settings`).
 
 from __future__ import annotations
 
+import enum
 import fnmatch
 import functools
 import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -192,7 +194,11 @@ def describe_argument(name: str, value: Any) -> Iterator[str]:
         yield f"{name}[{kind}]"
     elif isinstance(value, (Mapping, list, tuple)):
         yield from _describe_items(name, value)
-    elif isinstance(value, (bool, str)):
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield f"{name}:{type(value).__name__}"
+        for field in fields(value):
+            yield from describe_argument(f"{name}.{field.name}", getattr(value, field.name, None))
+    elif isinstance(value, (bool, str, enum.Enum)):
         yield f"{name}={value}"
     elif isinstance(value, int):
         yield name if _is_amount(name) else f"{name}={value}"

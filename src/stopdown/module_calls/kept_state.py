@@ -14,10 +14,9 @@ first call that requests hidden states; fake tensors in global variables of the 
 
 from __future__ import annotations
 
-import copy
 import enum
 import sys
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -164,7 +163,14 @@ def _read_attributes(part: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
 
 
 def _hold(value: Any) -> Any:
-    return type(value)(value) if type(value) in (list, dict, set, deque) else None
+    """Copy the items of a container; None for other values, and for classes that may make their items."""
+    return _copy_items(value) if type(value) in _CONTAINERS else None
+
+
+def _copy_items(container: Any) -> Any:
+    if isinstance(container, dict):
+        return dict(container)
+    return set(container) if isinstance(container, set) else list(container)
 
 
 def _refill(value: Any, held: Any) -> None:
@@ -172,6 +178,9 @@ def _refill(value: Any, held: Any) -> None:
         return
     value.clear()
     value.extend(held) if isinstance(value, list | deque) else value.update(held)
+
+
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 
 
 def _mark(found: tuple[Any, Any] | None) -> Any:
@@ -221,7 +230,7 @@ class HeldContainers:
 
     def __init__(self, value: Any) -> None:
         found = list(list_containers(value, set()))
-        self._containers = [(x, copy.copy(x)) for x, _ in found]
+        self._containers = [(x, _copy_items(x)) for x, _ in found]
         self._in_objects = [x for x, is_inside in found if is_inside]
 
     @property
@@ -248,8 +257,7 @@ class HeldContainers:
         """Restore the contents that lists, sets, dicts and objects had."""
         for container, held in self._containers:
             if list(map(id, _list_items(container))) != list(map(id, _list_items(held))):
-                container.clear()
-                container.extend(held) if isinstance(container, list) else container.update(held)
+                _refill(container, held)
 
 
 class KeptGlobals:
@@ -323,10 +331,10 @@ def list_containers(
     for item in value.values() if isinstance(value, dict) else value:
         if id(item) in seen:
             continue
-        if type(item) in (list, dict, set):
+        if type(item) in _CONTAINERS:
             seen.add(id(item))
             yield item, is_inside
-        if type(item) in (list, dict, tuple):
+        if type(item) in (*_CONTAINERS, tuple):
             yield from list_containers(item, seen, is_inside=is_inside)
         elif _is_object(item):
             seen.add(id(item))
