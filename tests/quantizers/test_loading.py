@@ -25,6 +25,7 @@ from stopdown.errors import OptionError, PlanError, SourceError, StopdownWarning
 from stopdown.fold_names import name_parameters
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.plan_files import seal_plan, write_plan
+from stopdown.quantizers import loading
 from stopdown.quantizers.script_loading import join_config_plans
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling.watch.call_watch import CallWatch
@@ -91,6 +92,46 @@ def test_a_denoiser_without_its_pipeline_is_refused(cogvideox: Path, tmp_path: P
     shutil.copytree(cogvideox / "transformer", tmp_path / "alone" / "transformer")
     with pytest.raises(SourceError, match=r"without its pipeline.*subfolder="):
         load_transformer(tmp_path / "alone")
+
+
+def test_a_denoiser_beside_parts_of_its_pipeline_is_refused_without_a_plan(
+    cogvideox: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its calls are unknown: it was loaded in bf16 or fp32 in silence, then and ever after."""
+    folder = Path(shutil.copytree(cogvideox, tmp_path / "parts"))
+    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path / "cache"))
+    shutil.rmtree(folder / "tokenizer")
+    with pytest.raises(SourceError, match=r"without its whole pipeline.*subfolder="):
+        load_transformer(folder)
+    made = [load_encoder(folder / "text_encoder")]  # its calls are known without a pipeline
+    shutil.copytree(cogvideox / "tokenizer", folder / "tokenizer")
+    made.append(load_transformer(folder))
+    shutil.rmtree(folder / "tokenizer")
+    made.append(load_transformer(folder))  # by the plan that is kept
+    entries = [x.hf_quantizer.applied_plan.components[0] for x in made]
+    assert [x.precision for x in entries] == ["fp16"] * 3
+
+
+def test_a_denoiser_in_the_cache_of_the_hub_gets_the_configs_beside_it(
+    cogvideox: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pipeline's index may be in the cache without the other components."""
+    folder = tmp_path / "models--maker--tiny" / "snapshots" / "0123abc"
+    shutil.copytree(cogvideox / "transformer", folder / "transformer")
+    shutil.copy(cogvideox / "model_index.json", folder)
+    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path / "cache"))
+    resolve, asked = loading.resolve_source, list[Any]()
+
+    def take(source: Any, **options: Any) -> Any:
+        if isinstance(source, str):
+            asked.append((source, options))
+            shutil.copytree(cogvideox, folder, dirs_exist_ok=True)
+        return resolve(folder)
+
+    monkeypatch.setattr(loading, "resolve_source", take)
+    (entry,) = load_transformer(folder).hf_quantizer.applied_plan.components
+    assert entry.precision == "fp16"
+    assert asked == [("maker/tiny", {"revision": "0123abc", "with_weights": False})]
 
 
 TABLES = ("shared.weight", "encoder.embed_tokens.weight")
@@ -209,6 +250,14 @@ def test_other_formats_are_refused(cogvideox: Path) -> None:
                 dtype=torch.bfloat16,
                 quantization_config=stopdown.StopdownConfig(),
             )
+
+
+def test_a_dtype_that_nobody_gave_is_not_blamed_on_who_gave_none(cogvideox: Path) -> None:
+    """Transformers takes the stored dtype then, and doesn't tell it from one that was given."""
+    with pytest.raises(OptionError) as caught:
+        load_encoder(cogvideox / "text_encoder", dtype=None)
+    assert caught.value.what == "A model with a StopdownConfig would be loaded in torch.bfloat16."
+    assert "Without a dtype, Transformers takes the one in which" in caught.value.expected
 
 
 @pytest.mark.parametrize("name", ["transformer", "text_encoder"])

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.damaged_folders import edit_json, read_error, verify
+from stopdown import testing
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.sources.headers import find_weights
 from stopdown.sources.source_checks import verify_source
@@ -126,6 +127,16 @@ def test_a_component_that_a_pipeline_makes_itself_needs_no_folder(folder: Path) 
     verify(folder)
     shutil.rmtree(folder / "vae")
     assert "The folder of the component vae is missing" in read_error(lambda: verify(folder))
+
+
+def test_a_picture_encoder_is_missing_where_the_class_needs_one(tmp_path: Path) -> None:
+    """Stable Video Diffusion was loaded without it, and ended in an AttributeError."""
+    folder = testing.save_pipeline("svd", tmp_path / "svd")
+    shutil.rmtree(folder / "image_encoder")
+    assert read_error(lambda: verify(folder)) == (
+        f"The folder of the component image_encoder is missing from {folder}. model_index.json names "
+        f"it, as CLIPVisionModelWithProjection. {AGAIN}"
+    )
 
 
 @pytest.mark.parametrize(

@@ -143,10 +143,7 @@ def find_or_certify(
 
     Cost: the first time for each checkpoint, `certify_plan`: one pass over the weights.
     """
-    found = _read_plan_beside(source, only) or read_cached_plan(
-        fingerprint(narrow_source(source, only))
-    )
-    if found is None:
+    if (found := find_plan(source, only)) is None:
         made = certify_plan(
             source,
             precision=",".join(f"{name}={x}" for name, x in (others or {}).items()) or "fp16",
@@ -164,6 +161,20 @@ def find_or_certify(
         kept = tuple(leave_components(found.components, others))
         return seal_plan(dataclasses.replace(found, components=kept))
     return found
+
+
+def find_plan(source: Source, only: Collection[str] = ()) -> Plan | None:
+    """Return the plan in a model's folder, else the cached one; None without either.
+
+    Args:
+        only: the planned components; empty for all.
+
+    Warns:
+        StopdownWarning: the plan in the folder isn't for these weights or versions.
+    """
+    return _read_plan_beside(source, only) or read_cached_plan(
+        fingerprint(narrow_source(source, only))
+    )
 
 
 def _suit_device(plan: Plan, device: Device) -> Plan:

@@ -42,7 +42,7 @@ from stopdown.plans.applier import (
     load_entry,
     put_plan,
 )
-from stopdown.plans.plan_choice import find_or_certify
+from stopdown.plans.plan_choice import find_or_certify, find_plan
 from stopdown.plans.weight_fingerprints import join_samples, take_samples
 from stopdown.quantizers.config import StopdownConfig
 from stopdown.records import ComponentPlan, Plan
@@ -50,6 +50,7 @@ from stopdown.runtime.guard import Guard
 from stopdown.runtime.repairs import Component
 from stopdown.scaling import CallWatch, StoredWeight, put_cast
 from stopdown.sources.source import Source
+from stopdown.sources.source_checks import list_absent
 from stopdown.sources.sources import resolve_source
 
 _Samples = tuple[tuple[int, ...], torch.Tensor | None]
@@ -97,8 +98,9 @@ class ModelLoad(SameInCopies):
             self.bare = dtype
         elif dtype not in (None, torch.float16, torch.float32):
             raise OptionError(
-                f"from_pretrained was given a StopdownConfig and {dtype}.",
-                expected="A plan fits a model into fp16, and states which parts stay in another format.",
+                f"A model with a StopdownConfig would be loaded in {dtype}.",
+                expected="A plan fits a model into fp16, and states which parts stay in another format. "
+                "Without a dtype, Transformers takes the one in which the weights are stored.",
                 remedy="Use dtype=torch.float16, or leave the quantization_config out. To load one "
                 "component of a pipeline in another format, delete its entry of quant_mapping.",
             )
@@ -356,12 +358,14 @@ class ModelLoad(SameInCopies):
                 remedy="Give the plan: StopdownConfig(plan). stopdown plan SOURCE makes it.",
             )
         found = _find_source(folder, files[0].name)
-        device = choose_device("auto")
-        if found is not None:
-            return find_or_certify(found, device, only=(folder.name,)), folder.name
+        device, only = choose_device("auto"), (folder.name,)
+        if found is not None and not (list_absent(found) and find_plan(found, only) is None):
+            return find_or_certify(found, device, only=only), folder.name
         if not is_of_transformers(type(module)):
+            whole = "" if found is None else " whole"
             raise SourceError(
-                f"{folder} is a {type(module).__name__} without its pipeline, and no plan was given.",
+                f"{folder} is a {type(module).__name__} without its{whole} pipeline, and no plan was "
+                "given.",
                 expected=(
                     "How a component is called is read from the pipeline around it: "
                     "model_index.json and the configs beside it. Its weights aren't needed."
@@ -459,15 +463,13 @@ def _find_source(folder: Path, file_name: str) -> Source | None:
     """Return the pipeline that a component's folder belongs to, locally or on the Hub; None without one."""
     root = folder.parent
     variant = _VARIANT.search(file_name)
-    if (root / "model_index.json").is_file():
-        found = resolve_source(root)
-    elif cached := _CACHED.search(root.as_posix()):
+    found = resolve_source(root) if (root / "model_index.json").is_file() else None
+    cached = _CACHED.search(root.as_posix())
+    if cached and (found is None or list_absent(found)):
         found = resolve_source(
             f"{cached['owner']}/{cached['name']}", revision=cached["commit"], with_weights=False
         )
-    else:
-        return None
-    if folder.name not in found.components:
+    if found is None or folder.name not in found.components:
         return None
     return dataclasses.replace(found, variant=variant[1] if variant else "")
 

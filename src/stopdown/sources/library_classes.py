@@ -68,13 +68,26 @@ def makes_itself(pipeline_class: str, name: str) -> bool:
     The index names such a component, but `save_pretrained` writes no folder for it. This is read from the
     source text of the class; an inherited `__init__` is not considered.
     """
-    found = _read_class(pipeline_class)
-    if found is None or name in list_optional_components(pipeline_class):
+    taken = _read_arguments(pipeline_class)
+    if taken is None or name in list_optional_components(pipeline_class):
         return False
-    return any(
-        isinstance(x, ast.FunctionDef) and x.name == "__init__" and name in _list_defaults(x.args)
-        for x in found.body
-    )
+    return name in _list_defaults(taken)
+
+
+def needs_component(pipeline_class: str, name: str) -> bool:
+    """Return whether a pipeline's own `__init__` needs a component, by the source text of the class."""
+    taken = _read_arguments(pipeline_class)
+    if taken is None or name in list_optional_components(pipeline_class):
+        return False
+    names = {x.arg for x in (*taken.args, *taken.kwonlyargs)}
+    return name in names - _list_defaults(taken)
+
+
+def _read_arguments(pipeline_class: str) -> ast.arguments | None:
+    """Read the arguments of a class's own `__init__`; None without one."""
+    found = _read_class(pipeline_class)
+    functions = (x for x in found.body if isinstance(x, ast.FunctionDef)) if found else ()
+    return next((x.args for x in functions if x.name == "__init__"), None)
 
 
 def list_optional_components(pipeline_class: str) -> list[str]:

@@ -31,6 +31,7 @@ from stopdown.sources.library_classes import (
     list_pipeline_classes,
     list_pipeline_modules,
     makes_itself,
+    needs_component,
 )
 from stopdown.sources.source import (
     OPTIONAL_COMPONENTS,
@@ -97,15 +98,30 @@ def find_refusals(source: Source) -> Iterator[SourceProblem]:
 
 
 def find_damages(source: Source) -> Iterator[SourceProblem]:
+    absent = list_absent(source)
     for name, (_, class_name) in source.components.items():
-        folder = source.path / name
-        if folder.is_dir():
-            for each in source.list_folders(name):
-                yield from _check_configurations(source, name, each)
-                if source.has_weights(name):
-                    yield from _check_weights(each, source)
-        elif name not in OPTIONAL_COMPONENTS and not makes_itself(source.pipeline_class, name):
+        if name in absent:
             yield make_problem("no-folder", name=name, path=source.path, class_name=class_name)
+        for each in source.list_folders(name) if (source.path / name).is_dir() else ():
+            yield from _check_configurations(source, name, each)
+            if source.has_weights(name):
+                yield from _check_weights(each, source)
+
+
+def list_absent(source: Source) -> list[str]:
+    """List the components whose folders are missing, except those that the pipeline runs without."""
+    return [
+        name
+        for name in source.components
+        if not (source.path / name).is_dir() and not _may_lack(source.pipeline_class, name)
+    ]
+
+
+def _may_lack(pipeline_class: str, name: str) -> bool:
+    """Return whether a pipeline runs without the folder of a component that its index names."""
+    if name in OPTIONAL_COMPONENTS:  # Stable Video Diffusion needs its image encoder
+        return not needs_component(pipeline_class, name)
+    return makes_itself(pipeline_class, name)
 
 
 def find_missing(source: Source) -> list[SourceProblem]:
