@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from PIL import Image
 
 from models import pipeline_calls
 from models.memory_runs import LimitedTracker, measure_allocator
+from models.other_pipelines import make_dit
 from models.snapshots import assert_untouched
 from stopdown.component_calls.components import find_callees, find_components
 from stopdown.errors import StopdownError
 from stopdown.interception.patches import Patches
 from stopdown.memory.forecast import predict_all
 from stopdown.memory.offloader import Offloader, predict_run
-from stopdown.memory.run_memory import RunMemory
+from stopdown.memory.reserved import count_reserved
+from stopdown.memory.run_memory import OUTSIDE, RunMemory, listen_to_run
 from stopdown.memory.strategies import PLACEMENTS, Placement, Strategy, predict
 from stopdown.module_calls.call_interception import Rank, intercept
 from stopdown.number_formats import format_bytes
@@ -191,6 +194,58 @@ def run_tiny(pipe: Any, arguments: dict[str, Any]) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         return read_frames(pipe(**arguments, output_type="np", generator=generator))
+
+
+def offload(pipe: Any, arguments: dict[str, Any], folder: Path) -> None:
+    """A run with each placement makes the bits that it makes without."""
+    pipe.set_progress_bar_config(disable=True)
+    wanted = run_tiny(pipe, arguments)
+    fit = predict_run(pipe, {**arguments, "output_type": "np"}, steps=1, fused=True)
+    for placement in ("component", "block"):
+        taken = next(x for x in fit.predictions if x.strategy == Strategy(placement))
+        with assert_untouched(pipe), Offloader(pipe, taken, (), fit.strays, store=folder):
+            assert np.array_equal(run_tiny(pipe, arguments), wanted)
+
+
+def test_a_layer_of_a_block_that_does_not_run_is_loaded(tmp_path: Path) -> None:
+    """DiT's output layers call the embedding of its first block, which is loaded with the block."""
+    pipe = make_dit()
+    pipe.transformer.eval()  # it drops labels at random
+    offload(pipe, {"class_labels": [1], "num_inference_steps": 1}, tmp_path)
+
+
+def test_a_module_with_two_paths_is_offloaded(tmp_path: Path) -> None:
+    """T5's embeddings are a module of two parents once they were resized; there was no group for one."""
+    pipe = make_pipeline("cogview3plus")
+    pipe.text_encoder.resize_token_embeddings(pipe.text_encoder.config.vocab_size + 1)
+    assert pipe.text_encoder.encoder.embed_tokens is pipe.text_encoder.shared
+    sizes = {"height": 32, "width": 32, "max_sequence_length": 16}
+    offload(pipe, {"prompt": "a", "num_inference_steps": 1, **sizes}, tmp_path)
+
+
+@pytest.mark.parametrize("placement", ["component", "block"])
+def test_weights_that_a_pipeline_reads_itself_are_counted_throughout(
+    placement: Placement, dry_run_sd: RunMemory
+) -> None:
+    """If it reads all of them, each placement takes what all weights on the device take."""
+    strays = {
+        name: {path: frozenset({OUTSIDE}) for path in paths}
+        for name, paths in dry_run_sd.weights.items()
+    }
+    held, resident = dataclasses.replace(dry_run_sd, strays=strays), Strategy("resident")
+    found = predict(held, Strategy(placement), steps=2)
+    wanted = predict(dry_run_sd, resident, steps=2)
+    assert (found.peak_bytes, found.moved_bytes) == (wanted.peak_bytes, wanted.moved_bytes)
+    assert count_reserved(held, Strategy(placement)) == count_reserved(dry_run_sd, resident)
+
+
+def test_a_cast_reads_no_values() -> None:
+    """Stable Video Diffusion casts its autoencoder between calls, whose weights are offloaded still."""
+    pipe = copy_skeleton(make_pipeline("svd").to(torch.float16))
+    picture = Image.fromarray(np.zeros((64, 64, 3), np.uint8))
+    arguments = {"image": picture, "num_frames": 2, "height": 64, "width": 64}
+    run = listen_to_run(pipe, {**arguments, "num_inference_steps": 1})
+    assert not any(OUTSIDE in users for found in run.strays.values() for users in found.values())
 
 
 @pytest.mark.slow

@@ -12,6 +12,9 @@ import torch
 
 import stopdown
 from models.other_pipelines import make_allegro
+from stopdown.memory.offloader import Offloader, predict_run
+from stopdown.memory.run_memory import OUTSIDE
+from stopdown.memory.strategies import Placement, Strategy
 from stopdown.numerics import relative_l2
 from stopdown.plans.certified import list_planned
 from stopdown.sources.source_checks import verify_source
@@ -40,7 +43,7 @@ ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 LAYER = {"hidden_size": 32, "intermediate_size": 48, **ATTENTION}
 
 
-def make_ace_step() -> Any:
+def make_ace_step(version: str = "turbo") -> Any:
     """An AceStepPipeline with its tokenizer of sounds, which is a model."""
     import diffusers
     from diffusers.pipelines.ace_step import modeling_ace_step as parts
@@ -54,8 +57,8 @@ def make_ace_step() -> Any:
         audio_acoustic_hidden_dim=8,
         patch_size=2,
         sliding_window=16,
-        is_turbo=True,
-        model_version="turbo",
+        is_turbo=version == "turbo",
+        model_version=version,
     )
     encoder = parts.AceStepConditionEncoder(
         **LAYER,
@@ -211,6 +214,23 @@ def test_what_diffusers_loads_is_loaded(saved: Any, way: str) -> None:
         pipe.stopdown_guard.remove()
 
 
+@pytest.mark.parametrize("placement", ["component", "block"])
+def test_weights_that_are_read_between_calls_and_by_hooks(
+    placement: Placement, tmp_path: Path
+) -> None:
+    """AceStep's own code reads an embedding of its encoder, and weight_norm's hooks those of its decoder:
+    the same sound bit for bit where weights are offloaded, which ended the process."""
+    pipe = make_ace_step("base")
+    pipe.set_progress_bar_config(disable=True)
+    wanted = hear(pipe)
+    arguments = {"prompt": "a piano", "lyrics": "la", "audio_duration": 4.0, "output_type": "pt"}
+    fit = predict_run(pipe, arguments, steps=2, fused=True)
+    assert fit.strays["condition_encoder"] == {"": frozenset({OUTSIDE})}
+    taken = next(x for x in fit.predictions if x.strategy == Strategy(placement))
+    with Offloader(pipe, taken, (), fit.strays, store=tmp_path):
+        assert torch.equal(hear(pipe), wanted)
+
+
 def test_a_model_that_is_called_a_tokenizer_needs_its_weights(saved: Any, tmp_path: Path) -> None:
     """Without them the folder is damaged, and that is said."""
     import shutil
@@ -238,3 +258,4 @@ def test_an_autoencoder_that_works_in_tiles_alone(
         code, _, err = run(*words)
         assert code == 0, err
         assert len(list((tmp_path / precision).glob("*.png"))) == 8
+    assert run("fit", "model", *size)[0] == 0  # its forecast turned tiling off

@@ -7,7 +7,7 @@ applies to the rest of the run. The weights of a group (a component, a block, a 
 **Catches** out-of-memory errors inside of component calls.
 
 **Does not catch** those outside of calls, a process that the system kills instead of refusing memory, and
-code that reads the values of a module's weights outside of its `forward`.
+code that reads the values of a module's weights outside of its `forward` where the dry run did not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,13 @@ from stopdown.memory.forecast import (
 from stopdown.memory.run_memory import LISTS, weigh
 from stopdown.memory.smaller_calls import put_variant
 from stopdown.memory.speed import Speed
-from stopdown.memory.strategies import Placement, Prediction, Strategy, group_weights
+from stopdown.memory.strategies import (
+    Placement,
+    Prediction,
+    Strategy,
+    group_weights,
+    list_held,
+)
 from stopdown.memory.weight_stores import WeightGroup, WeightStore
 from stopdown.module_calls.callee import Callee
 from stopdown.number_formats import format_bytes, list_all, name_dtype
@@ -256,14 +262,20 @@ def put_placement(
         own = strays.get(name, {})
         _follow_casts(module, store, patches)
         if strategy.placement == "resident":
-            store.bring(module)
+            store.bring(module.parameters())
+            store.move_buffers(module)
             continue
         store.serve(module, patches)
+        held = list_held(own)
+        for path, part in module.named_modules():
+            if path in held:
+                store.bring(part.parameters(recurse=False))
         store.move_buffers(module)
         for group in _make_groups(module, strategy.placement, own, store):
             store.keep(name, group, strategy.placement)
             if group.path:
-                patches.defer(group.module.register_forward_pre_hook(group.on_enter).remove)
+                enter = group.module.register_forward_pre_hook(group.on_enter, prepend=True)
+                patches.defer(enter.remove)  # in front of hooks that read weights, as weight_norm's
                 leave = group.module.register_forward_hook(group.on_leave, always_call=True)
                 patches.defer(leave.remove)
 
@@ -293,7 +305,7 @@ def _make_groups(
     Args:
         strays: module path → modules that read its weights while it doesn't run.
     """
-    parts = dict(module.named_modules())
+    parts = dict(module.named_modules(remove_duplicate=False))  # one may have several paths
     groups = group_weights(weigh(module), list_block_paths(module, LISTS), strays, placement)
     for group, paths in groups.items():
         tensors = [x for path in paths for x in parts[path].parameters(recurse=False)]

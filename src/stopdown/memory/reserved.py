@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from stopdown.component_call_names import name_component
 from stopdown.memory.allocation_tracker import Event
 from stopdown.memory.caching_allocator import WORKSPACE_BYTES, Block, CachingAllocator
-from stopdown.memory.run_memory import CallMemory, RunMemory
-from stopdown.memory.strategies import Strategy, group_weights
+from stopdown.memory.run_memory import OUTSIDE, CallMemory, RunMemory
+from stopdown.memory.strategies import Strategy, group_weights, list_held
 
 PIECE_BYTES = 2**25
 """Bytes of a weight that `mapped_weights` copies at a time if it must be converted on the device."""
@@ -77,10 +77,10 @@ class _Weights:
         self._here: dict[str, list[Block | None]] = {}
         self._users: dict[str, int] = {}
         self._current = ""
-        if strategy.placement == "resident":
-            for tensors in run.tensors.values():
-                for sizes in tensors.values():
-                    self._load("", sizes)
+        for name, tensors in run.tensors.items():
+            for path, sizes in tensors.items():
+                if strategy.placement == "resident" or path in list_held(run.strays[name]):
+                    self._load(OUTSIDE, sizes)
 
     def begin(self, component: str) -> None:
         """Begin a component's call: load the weights that it needs throughout."""
@@ -92,7 +92,8 @@ class _Weights:
             self.enter("")
         elif before != name:
             self._drop("")
-            self._load("", [x for sizes in self._run.tensors[name].values() for x in sizes])
+            tensors, held = self._run.tensors[name], list_held(self._run.strays[name])
+            self._load("", [x for path in tensors if path not in held for x in tensors[path]])
 
     def end(self) -> None:
         """End a call: drop the weights that were loaded for all of it."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,9 @@ LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 
 REPEATS = 2
 """How often the events of a repeated block or tile are recorded; then its free blocks are reused."""
+
+OUTSIDE = "<outside>"
+"""In place of a module's path: the pipeline's own code, outside of a component's calls."""
 
 MOST_STEPS = 3
 """Denoising steps of the dry run: by then a multistep scheduler holds all tensors it caches."""
@@ -86,7 +89,7 @@ class RunMemory:
         weights: component → module path → bytes of the parameters directly in it; a tied parameter counts
             in each module that has it.
         totals: component → bytes of its parameters, tied ones once, and of its buffers.
-        strays: component → module path → modules that read its weights while it didn't run.
+        strays: component → module path → modules that read its weights while it didn't run, or `OUTSIDE`.
         blocks: component → paths of the blocks in its outermost module lists.
         between_bytes: most live bytes outside of calls.
         steps: denoising steps that were run.
@@ -127,7 +130,12 @@ def listen_to_run(
     """
     listener = listener or MemoryListener()
     try:
-        dry_run(pipe, arguments, [listener], answers)
+        with Patches() as patches:
+            for part in find_components(
+                pipe
+            ).values():  # a cast reads weights, but not their values
+                patches.set_attribute(part, "to", functools.partial(listener.run_unseen, part.to))
+            dry_run(pipe, arguments, [listener], answers)
     except ComponentFailed as failed:
         raise describe_failure(failed.error, failed.callee.owner) from failed.error
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
@@ -159,8 +167,10 @@ class MemoryListener(Listener):
             on_cpu: whether to count the workspaces of the CPU's convolutions.
             sign: returns a signature of the component's settings that change a call's memory.
         """
-        self._fused, self._on_cpu, self._sign = fused, on_cpu, sign
+        self._fused, self._sign = fused, lambda call: f"{on_cpu}|{sign(call)}"
         self._tracker = StorageTracker(on_cpu=on_cpu)
+        self._outside: set[int] = set()
+        self._tracker.on_operation = self._note_outside
         self._calls: list[CallMemory] = []
         self._between = self._start = self._steps = 0
         self._trace: list[CallMemory | list[Event]] = []
@@ -176,7 +186,10 @@ class MemoryListener(Listener):
             calls=tuple(self._calls),
             weights={name: weigh(part) for name, part in parts.items()},
             totals={name: _sum_up(part) for name, part in parts.items()},
-            strays={name: _merge_strays(self._calls, name) for name in parts},
+            strays={
+                name: _merge_strays(self._calls, name, _find_homes(part), self._outside)
+                for name, part in parts.items()
+            },
             blocks={name: list_block_paths(part, LISTS) for name, part in parts.items()},
             between_bytes=self._tracker.peak_bytes,
             steps=self._steps,
@@ -193,7 +206,18 @@ class MemoryListener(Listener):
         """Return a string of the settings that change a call's memory, so that cached results are told
         apart.
         """
-        return f"{self._fused}|{self._on_cpu}|{self._sign(call)}"
+        return f"{self._fused}|{self._sign(call)}"
+
+    def run_unseen(self, code: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run code of the pipeline that may read weights without needing their values."""
+        with Patches() as patches:
+            patches.set_attribute(self._tracker, "on_operation", None)
+            return code(*args, **kwargs)
+
+    def _note_outside(self, args: Any) -> None:
+        """Record which arguments of an operation of the pipeline's own code are parameters."""
+        found = _list_operands(args)
+        self._outside.update(id(x) for x in found if isinstance(x, torch.nn.Parameter))
 
     def begin(self, run: DryCall) -> None:
         """Stop counting the pipeline's own code, because a component's call begins."""
@@ -214,7 +238,9 @@ class MemoryListener(Listener):
         self._call, self._paths = CallMemory(callee.name, callee.stage), paths
         self._call.events = tracker.events
         self._begun, flops = tracker.live_bytes, tracker.flops
-        note = functools.partial(_note_strays, self._call.strays, _find_homes(callee.owner), paths)
+        blocks = frozenset(list_block_paths(callee.owner, LISTS))
+        homes = _find_homes(callee.owner)
+        note = functools.partial(_note_strays, self._call.strays, homes, blocks, paths)
         # without a fused kernel, attention is three operations, and its scores are a tensor
         attention = contextlib.nullcontext() if self._fused else sdpa_kernel(SDPBackend.MATH)
         with attention, Patches() as patches:
@@ -390,19 +416,48 @@ def _find_homes(module: torch.nn.Module) -> dict[int, list[str]]:
     return homes
 
 
+def _list_operands(args: Any) -> Iterator[Any]:
+    """Yield the arguments of an operation, and the entries of those that are lists."""
+    for value in args:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
 def _note_strays(
-    found: dict[str, frozenset[str]], homes: Mapping[int, list[str]], paths: ModulePaths, args: Any
+    found: dict[str, frozenset[str]],
+    homes: Mapping[int, list[str]],
+    blocks: Collection[str],
+    paths: ModulePaths,
+    args: Any,
 ) -> None:
-    """Record which arguments of an operation are weights of a module that isn't running, as offloading
-    must load them.
+    """Record which arguments of an operation are weights of a module that isn't running, or whose block
+    isn't, as offloading must load them.
 
     Args:
         found: module path → modules that read its weights; entries are added.
         homes: `id` of a parameter → paths of the modules that hold it.
+        blocks: paths of the component's blocks.
     """
-    for holders in (homes.get(id(value), ()) for value in args):
-        if holders and not any(home in paths.stack for home in holders):
-            _join(found, dict.fromkeys(holders, frozenset({paths.current})))
+    for holders in (homes.get(id(value), ()) for value in _list_operands(args)):
+        units = [find_unit(home, blocks) for home in holders]
+        if units and not any(unit in paths.stack for unit in units):
+            user = next(x for x in reversed(paths.stack) if not any(is_inside(x, y) for y in units))
+            _join(found, dict.fromkeys(holders, frozenset({user})))
+
+
+def find_unit(path: str, blocks: Collection[str]) -> str:
+    """Return the innermost block around a module, or the module itself, whose call loads its weights."""
+    return next((x for x in list_around(path) if x in blocks), path)
+
+
+def list_around(path: str) -> Iterator[str]:
+    """Yield a module's path and those of all modules around it, innermost first, "" last."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
 
 
 def _join(found: dict[str, frozenset[str]], more: Mapping[str, frozenset[str]]) -> None:
@@ -410,9 +465,21 @@ def _join(found: dict[str, frozenset[str]], more: Mapping[str, frozenset[str]]) 
         found[home] = found.get(home, frozenset()) | users
 
 
-def _merge_strays(calls: Sequence[CallMemory], component: str) -> dict[str, frozenset[str]]:
-    """Map each module of a component to those that read its weights while it didn't run, in any call."""
+def _merge_strays(
+    calls: Sequence[CallMemory],
+    component: str,
+    homes: Mapping[int, list[str]],
+    outside: Collection[int],
+) -> dict[str, frozenset[str]]:
+    """Map each module of a component to those that read its weights while it didn't run, in any call.
+
+    Args:
+        homes: `id` of a parameter → paths of the modules that hold it.
+        outside: `id` of each parameter that the pipeline's own code read.
+    """
     merged: dict[str, frozenset[str]] = {}
+    for holders in (paths for key, paths in homes.items() if key in outside):
+        _join(merged, dict.fromkeys(holders, frozenset({OUTSIDE})))
     for call in calls:
         if name_component(call.component) == component:
             _join(merged, call.strays)

@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from stopdown.component_calls.components import find_callees, find_components, is_autoencoder
+from stopdown.devices.model_needs import needs_tiling
 from stopdown.interception.patches import Patches
 from stopdown.memory.strategies import Strategy
 from stopdown.module_calls.call_interception import put_layer
@@ -35,8 +36,9 @@ def put_variant(pipe: Any, strategy: Strategy, patches: Patches) -> None:
     """Apply a strategy's settings for smaller calls to a pipeline, until `patches` is undone."""
     for module in find_components(pipe).values():
         if is_autoencoder(module):
-            for name in ("slicing", "tiling"):
-                _switch(module, name, strategy.tiling, patches)
+            is_tiled = strategy.tiling or needs_tiling(type(module).__name__)
+            _switch(module, "slicing", strategy.tiling, patches)
+            _switch(module, "tiling", is_tiled, patches)
     if strategy.frames and decodes_in_chunks(pipe):
         decode = functools.partial(_decode_in_chunks, strategy.frames, pipe.decode_latents)
         patches.set_attribute(pipe, "decode_latents", decode)

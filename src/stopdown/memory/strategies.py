@@ -9,13 +9,13 @@ modules are on the device.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from stopdown.component_call_names import is_inside, name_component
 from stopdown.component_calls.components import is_autoencoder
-from stopdown.memory.run_memory import CallMemory, RunMemory
+from stopdown.memory.run_memory import OUTSIDE, CallMemory, RunMemory, find_unit, list_around
 from stopdown.scaling import ComponentCall
 
 Placement = Literal["resident", "component", "block"]
@@ -143,11 +143,11 @@ def predict(run: RunMemory, strategy: Strategy, *, steps: int) -> Prediction:
         steps: denoising steps of the real run.
     """
     fixed = sum(buffers for _, buffers in run.totals.values())
+    held = sum(_weigh_held(run, name) for name in run.weights)
     weights = {name: run.weigh(name) for name in run.weights}
     everything = sum(weights.values())
-    if strategy.placement == "resident":
-        fixed += everything
-    largest = max(weights.values(), default=0)
+    fixed += everything if strategy.placement == "resident" else held
+    largest = max((run.weigh(name) - _weigh_held(run, name) for name in weights), default=0)
     waiting = largest if strategy.placement == "component" else 0
     peaks = [(run.between_bytes + waiting, "")]
     peaks += [(_find_peak(run, call, strategy), call.component) for call in run.calls]
@@ -157,7 +157,7 @@ def predict(run: RunMemory, strategy: Strategy, *, steps: int) -> Prediction:
         strategy,
         peak + fixed,
         component,
-        everything if is_resident else _count_moved(run, strategy, steps),
+        everything if is_resident else held + _count_moved(run, strategy, steps),
         0 if is_resident else everything,
         sum(call.flops * _count_repeats(run, call, steps) for call in run.calls),
     )
@@ -178,32 +178,26 @@ def group_weights(
             same unit, such weights are loaded for the whole call, under "".
 
     Returns:
-        path of the module whose call loads a unit → paths of the modules with the unit's weights.
+        path of the module whose call loads a unit → paths of the modules with the unit's weights. Those of
+        `list_held` are in none.
     """
     if placement == "resident":
         return {}
     groups: dict[str, list[str]] = {}
-    known = frozenset(blocks)
+    known, held = frozenset(blocks), list_held(strays)
     for path in weights:
-        unit = _choose_unit(path, known, placement)
+        if path in held:
+            continue
+        unit = "" if placement == "component" else find_unit(path, known)
         if not all(is_inside(user, unit) for user in strays.get(path, ())):
             unit = ""
         groups.setdefault(unit, []).append(path)
     return {unit: tuple(paths) for unit, paths in groups.items()}
 
 
-def _choose_unit(path: str, blocks: Collection[str], placement: Placement) -> str:
-    if placement == "component":
-        return ""
-    return next((x for x in _list_around(path) if x in blocks), path)
-
-
-def _list_around(path: str) -> Iterator[str]:
-    """Yield a module's path and those of all modules around it, innermost first, "" last."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
+def list_held(strays: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    """Return the modules whose weights always stay on the device, as the pipeline's own code reads them."""
+    return frozenset(path for path, users in strays.items() if OUTSIDE in users)
 
 
 def _find_peak(run: RunMemory, call: CallMemory, strategy: Strategy) -> int:
@@ -212,7 +206,7 @@ def _find_peak(run: RunMemory, call: CallMemory, strategy: Strategy) -> int:
         return call.peak_bytes
     sizes = _weigh_units(run, call.component, strategy.placement)
     return max(
-        peak + sum(sizes.get(unit, 0) for unit in _list_around(path))
+        peak + sum(sizes.get(unit, 0) for unit in list_around(path))
         for path, peak in call.peaks.items()
     )
 
@@ -222,12 +216,18 @@ def _count_repeats(run: RunMemory, call: CallMemory, steps: int) -> float:
     return steps / max(1, run.steps) if call.stage == "denoise" else 1.0
 
 
+def _weigh_held(run: RunMemory, name: str) -> int:
+    """Return the bytes of a component's weights that always stay on the device."""
+    held, tensors = list_held(run.strays[name]), run.tensors.get(name, {})
+    return sum(sum(sizes) for path, sizes in tensors.items() if path in held)
+
+
 def _weigh_units(run: RunMemory, component: str, placement: Placement) -> dict[str, int]:
     """Map the path of each loading unit to its bytes."""
     name = name_component(component)
     weights, blocks = run.weights[name], run.blocks[name]
     if placement == "component":
-        return {"": run.weigh(name)}
+        return {"": run.weigh(name) - _weigh_held(run, name)}
     groups = group_weights(weights, blocks, run.strays[name], placement)
     return {unit: sum(weights[path] for path in paths) for unit, paths in groups.items()}
 
@@ -241,7 +241,7 @@ def _count_moved(run: RunMemory, strategy: Strategy, steps: int) -> int:
     for call in run.calls:
         name = name_component(call.component)
         if strategy.placement == "component":
-            moved += run.weigh(name) if name != current else 0
+            moved += _weigh_units(run, name, strategy.placement)[""] if name != current else 0
             current = name
             continue
         repeats = _count_repeats(run, call, steps)

@@ -14,7 +14,7 @@ Not covered: an earlier view of a parameter, which shares its storage.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -179,10 +179,9 @@ class WeightStore(SameInCopies):
         if not self._is_open:
             tensor.untyped_storage().resize_(0)
 
-    def bring(self, module: torch.nn.Module) -> None:
-        """Load a module's weights and buffers onto the device for the rest of the run."""
-        self.move_buffers(module)
-        for tensor in module.parameters():
+    def bring(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Load weights onto the device for the rest of the run."""
+        for tensor in tensors:
             if id(tensor) not in self._kept:
                 self._move(tensor)
             else:
