@@ -60,7 +60,7 @@ ELSEWHERE = {
     "stopdown_guard": "a guarded pipeline",
     "stopdown_intercepted": "a function around a method",
     "stopdown_known": "a tensor without values",
-    "stopdown_module_paths": "a node of a captured graph",
+    "stopdown_module_calls": "a node of a captured graph",
     "stopdown_origin": "a tensor without values",
     "stopdown_stack": "a function in the place of a method",
     "stopdown_stored": "a weight whose values wait in a file",

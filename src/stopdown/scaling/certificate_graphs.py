@@ -32,9 +32,10 @@ from stopdown.scaling.exponents.problem import (
     MeasuredCall,
     Problem,
     find_eps,
+    find_exits,
     find_interiors,
+    is_read_inside,
     list_outputs,
-    list_running,
     split_values,
 )
 from stopdown.scaling.graph.blocks import find_part, has_known_indices, is_part, split_bounds
@@ -161,7 +162,8 @@ class _Exporter:
         self._folded: dict[Node, torch.Tensor | None] = {}
         stream = self.scaling.stream
         closed = frozenset(stream.cast_output_down if stream else ())
-        self.statement = CallStatement(Problem(), module, measured, 0, True, closed, ())
+        (exits,) = find_exits([measured])
+        self.statement = CallStatement(Problem(), module, measured, 0, exits, closed, ())
         self.aliases = find_aliases(self.capture.graph.graph)
 
     @functools.cached_property
@@ -266,10 +268,13 @@ class _Exporter:
         """
         if not isinstance(value, Node):
             return None
-        if value in self.inner and user is not None and user not in self.statement.casts:
-            path = self.statement.exits[value]
-            if path in list_running(user):
-                return self.inner[value]
+        if (
+            value in self.inner
+            and user is not None
+            and user not in self.statement.casts
+            and is_read_inside(user, value, self.statement.exits[value])
+        ):
+            return self.inner[value]
         if value not in self.ids:
             made = self._begin(value)
             if made is None:

@@ -142,3 +142,51 @@ def test_what_is_rescaled_at_one_size_is_exact_at_every_other(name: str) -> None
         cast_(module, torch.float16, rescaling)
         assert all(bool(x.isfinite().all()) for x in run_calls(calls, torch.float16))
         rescaling.undo()
+
+
+class Shared(nn.Module):
+    """A product that only a multiply of this module's output keeps in range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.halved = nn.Parameter(torch.randn(8, 8) * 2.0**17), Halved()
+
+    def forward(self, x: torch.Tensor, *, is_short: bool = False) -> torch.Tensor:
+        x = functional.linear(x, self.weight) * 1e-4
+        return self.halved(x) if is_short else x * 0.25
+
+
+class Halved(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5
+
+
+class Twice(nn.Module):
+    """Two calls of one module, of which only the first lets its output be multiplied."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.shared = way, Shared()
+        self.norm = nn.LayerNorm(8, elementwise_affine=False, eps=1e-2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self.shared(x)
+        if self.way == "changed":
+            second = self.shared(x / 1000).mul_(2)
+        elif self.way == "of a part":
+            second = self.shared(x / 1000, is_short=True)
+        elif self.way == "of itself":
+            second = self.shared(first)
+        else:
+            second = self.shared.halved(first) + x
+        return torch.sigmoid(first), self.norm(second)
+
+
+@pytest.mark.parametrize("way", ["changed", "of a part", "of itself", "by a part"])
+def test_a_multiply_acts_in_every_call_of_its_module(way: str) -> None:
+    """A second call counts too: one whose output is changed, comes from a part, or is made of the first."""
+    torch.manual_seed(0)
+    module, x = Twice(way).eval().requires_grad_(False), torch.randn(2, 3, 8)
+    reference = module(x)
+    rescale_(module, (x,))
+    assert all(map(torch.equal, module(x), reference))

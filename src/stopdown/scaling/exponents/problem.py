@@ -25,7 +25,7 @@ from stopdown.operations import PRODUCTS, keeps_clamps
 from stopdown.scaling.exponents.exponent_rules import PlacedOperation, state_equations
 from stopdown.scaling.exponents.linear_system import ZERO, System
 from stopdown.scaling.graph.blocks import Blocks, find_blocks, find_part, is_part, list_joined
-from stopdown.scaling.graph.capture import Capture, call_key, module_classes, module_path
+from stopdown.scaling.graph.capture import PREFIX, Capture, module_classes, module_path
 from stopdown.scaling.graph.nodes import (
     arguments,
     is_float,
@@ -44,9 +44,9 @@ VANISHING_BITS = -22
 """log2 of a size that has two significant bits in fp16, or fewer: the largest value of a parameter
 after scaling, or an activation of size 1 as it is computed."""
 
-_PATHS = "stopdown_module_paths"
-"""Key of a node's `meta` under which its module paths are cached, as every problem of a graph needs
-them."""
+_CALLS = "stopdown_module_calls"
+"""Key of a node's `meta` under which the module calls around it are cached, as every problem of a graph
+needs them."""
 
 
 @dataclass(frozen=True)
@@ -247,8 +247,9 @@ def state_problem(
         problem.outputs[number] = problem.system.unknown(("output", number))
     if has_free_ends:
         _free_ends(problem, calls[0])
-    for index, call in enumerate(calls):
-        CallStatement(problem, module, call, index, multiplies, closed, narrow).state()
+    for index, (call, found) in enumerate(zip(calls, find_exits(calls), strict=True)):
+        exits = {x: path for x, path in found.items() if multiplies or path in problem.widened}
+        CallStatement(problem, module, call, index, exits, closed, narrow).state()
     work = sum(count_node_flops(node) for call in calls for node in call.capture.graph.graph.nodes)
     facts.flops = {path: size / work for path, size in facts.flops.items()}
     _unite_blocks(problem)
@@ -422,7 +423,7 @@ class CallStatement:
         module: torch.nn.Module,
         call: MeasuredCall,
         index: int,
-        outer: bool,
+        exits: Mapping[Node, str],
         closed: frozenset[str],
         narrow: Collection[str],
     ) -> None:
@@ -430,11 +431,7 @@ class CallStatement:
         self.narrow = frozenset(narrow)
         self.system = problem.system
         self.graph = call.capture.graph.graph
-        self.exits = {
-            node: path
-            for node, path in find_exits(call).items()
-            if outer or path in problem.widened
-        }
+        self.exits = dict(exits)
         self.casts = {x for x, path in self.exits.items() if path in closed and _is_narrowing(x)}
         for cast in self.casts:
             self.exits[cast.all_input_nodes[0]] = self.exits.pop(cast)
@@ -530,7 +527,7 @@ class CallStatement:
         path = self.exits.get(node)
         if path is None or user is node:
             return inner
-        if user not in self.casts and _runs_in(user, path):
+        if user not in self.casts and is_read_inside(user, node, path):
             return inner
         outer = ("outer", self.index, node.name)
         if outer not in self.system.keys:
@@ -752,13 +749,31 @@ def list_running(node: Node) -> tuple[str, ...]:
     """List the paths of the modules whose `forward` was running when a node was computed, outermost
     first.
     """
-    known: tuple[str, ...] | None = node.meta.get(_PATHS)
+    return tuple(_list_calls(node).values())
+
+
+def _list_calls(node: Node) -> dict[str, str]:
+    """Map the key of each module call that was running when a node was computed to the module's path,
+    outermost first.
+    """
+    known: dict[str, str] | None = node.meta.get(_CALLS)
     if known is None:
         stack = node.meta.get("nn_module_stack") or {}
-        paths = [entry[0] for entry in stack.values() if entry[0]]
-        known = tuple(path.removeprefix("component").removeprefix(".") for path in paths)
-        node.meta[_PATHS] = known
+        paths = ((key, entry[0]) for key, entry in stack.items() if entry[0])
+        known = {key: path.removeprefix(PREFIX).removeprefix(".") for key, path in paths}
+        node.meta[_CALLS] = known
     return known
+
+
+def is_read_inside(user: Node, node: Node, path: str) -> bool:
+    """Return whether a user of a node was computed in the same call of a module, not in a later one.
+
+    Args:
+        path: path of the module, in a call of which `node` was computed.
+    """
+    around = reversed(_list_calls(node).items())
+    key = next((key for key, other in around if other == path), None)
+    return key in _list_calls(user)
 
 
 def find_interiors(node: Node) -> tuple[str, ...]:
@@ -776,30 +791,39 @@ def find_interiors(node: Node) -> tuple[str, ...]:
     return inside
 
 
-def find_exits(call: MeasuredCall) -> dict[Node, str]:
-    """Find where a module's output can be multiplied: map the only tensor that it returns, in all
-    calls, to its path.
+def find_exits(calls: Sequence[MeasuredCall]) -> list[dict[Node, str]]:
+    """Find where modules' outputs can be multiplied: for each captured call, map the only tensor that
+    a module returns to the module's path.
+
+    A multiply acts in all calls of a module. So a module is left out if one of its calls returns
+    several tensors, one that its own code didn't compute, or one that is changed later.
+    """
+    spoiled: set[str] = set()
+    exits: list[dict[Node, str]] = []
+    for call in calls:
+        found: dict[Node, str] = {}
+        for (path, _), nodes in _find_leaving(call).items():
+            own = [node for node in nodes if module_path(node) == path]
+            if len(own) == 1 and _may_multiply(own[0], path, call):
+                found[own[0]] = path
+            else:
+                spoiled.add(path)
+        exits.append(found)
+    return [{node: path for node, path in x.items() if path not in spoiled} for x in exits]
+
+
+def _find_leaving(call: MeasuredCall) -> dict[tuple[str, str], list[Node]]:
+    """Map each call of a module inside a captured one, by path and key, to the tensors that are computed
+    in it and read outside of it.
     """
     leaving: dict[tuple[str, str], list[Node]] = {}
     for node in call.capture.graph.graph.nodes:
-        path = module_path(node)
-        if node.op != "call_function" or not path or not is_float(node):
-            continue
-        if any(not _runs_in(user, path) for user in node.users):
-            leaving.setdefault((path, call_key(node)), []).append(node)
-    spoiled = {path for (path, _), nodes in leaving.items() if len(nodes) > 1}
-    return {
-        nodes[0]: path
-        for (path, _), nodes in leaving.items()
-        if path not in spoiled and _may_multiply(nodes[0], path, call)
-    }
-
-
-def _runs_in(node: Node, path: str) -> bool:
-    """Return whether a node is computed while a module's `forward` runs, also by other modules called
-    there.
-    """
-    return path in list_running(node) or is_inside(module_path(node), path)
+        if node.op == "call_function" and is_float(node):
+            around = [_list_calls(user) for user in node.users]
+            for key, path in _list_calls(node).items():
+                if path and any(key not in keys for keys in around):
+                    leaving.setdefault((path, key), []).append(node)
+    return leaving
 
 
 def _may_multiply(node: Node, path: str, call: MeasuredCall) -> bool:

@@ -336,14 +336,6 @@ def module_classes(node: Node) -> list[str]:
     return [name_class(entry[1]) for entry in stack.values()]
 
 
-def call_key(node: Node) -> str:
-    """Return a string that identifies the module call that computed a node; repeated calls of a module
-    differ.
-    """
-    stack = node.meta.get("nn_module_stack") or {}
-    return str(next(reversed(stack))) if stack else ""
-
-
 @dataclass(frozen=True)
 class _Attempt:
     """Options for one attempt at capturing a call; those not listed are arguments of `capture_call`.
