@@ -328,6 +328,20 @@ def test_a_swapped_and_a_saved_lora_are_as_they_were(find_scaling: Any, tmp_path
     assert torch.equal(call(pipe, arguments), call(original, arguments))
 
 
+def test_a_lora_of_another_rank_is_swapped_in(find_scaling: Any, tmp_path: Path) -> None:
+    """`enable_lora_hotswap` has the first one padded as it's loaded, when it was scaled already."""
+    scaling, arguments = find_scaling("flux")
+    original, pipe = make_family("flux"), make_family("flux")
+    fold_scaling(pipe.transformer, scaling)
+    tensors = [name_lora(draw_lora(pipe, "flux", seed=x), "diffusers", "flux") for x in (0, 1)]
+    for one in (original, pipe):
+        one.enable_lora_hotswap(target_rank=8)
+    for number, drawn in enumerate(tensors):
+        for one in (original, pipe):
+            load_lora(one, drawn, tmp_path, "one", hotswap=number > 0)
+        assert torch.equal(call(pipe, arguments), call(original, arguments))
+
+
 @pytest.mark.filterwarnings("ignore:.*was called with:stopdown.errors.StopdownWarning")
 def test_another_lora_takes_the_place_of_a_planned_one(tmp_path: Path) -> None:
     """The guard takes the exponents off; the plan's check refused the call as if they were there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -63,6 +64,18 @@ def is_read_by_libraries(*others: str) -> bool:
     Args:
         others: further packages that may read it.
     """
-    caller = str(sys._getframe(3).f_globals.get("__name__"))
+    caller = _name_module(sys._getframe(3))
     known = ("accelerate", "diffusers.loaders", "peft", *others)
     return any(f"{caller}.".startswith(f"{name}.") for name in known)
+
+
+def find_reader() -> str:
+    """Return the name of the Python module that reads a state dict; called by a pre-hook of any part."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _name_module(frame).startswith("torch.nn.modules."):
+        frame = frame.f_back
+    return _name_module(frame)
+
+
+def _name_module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from stopdown.errors import ScalingError
+from stopdown.fold_names import RESCALED
 from stopdown.numerics import relative_l2
 from stopdown.scaling.folding.adapters import _FollowedLayer
 from stopdown.scaling.rescale import rescale_
@@ -291,3 +292,47 @@ def test_a_lora_that_is_trained_after_a_call_is_refused(pair: Any) -> None:
         module(x).sum().backward()
     made.requires_grad_(False)
     assert torch.equal(module(x), add(pair[1])(x))
+
+
+@torch.no_grad()
+def test_an_offloaded_lora_is_scaled(pair: Any) -> None:
+    """Accelerate's offloading (`enable_sequential_cpu_offload`) reads the state dict, which had unscaled
+    matrices, and moves them to other tensors: it was added unscaled.
+    """
+    accelerate = pytest.importorskip("accelerate")
+    module, original, x = pair
+
+    def offload(*, is_on: bool) -> None:
+        for one in (module, original):
+            if is_on:
+                accelerate.cpu_offload(one, execution_device="cpu")
+            else:
+                accelerate.hooks.remove_hook_from_module(one, recurse=True)
+
+    for name in ("one", "another"):
+        for one in (module, original):
+            add(one, name)
+        offload(is_on=True)
+        for _ in range(2):
+            assert torch.equal(module(x), original(x))
+        offload(is_on=False)
+        assert torch.equal(module(x), original(x))
+        state = module.state_dict()
+        saved = {key: value for key, value in original.state_dict().items() if "lora" in key}
+        assert all(torch.equal(state[key], value) for key, value in saved.items())
+    vars(module)[RESCALED]._take_off()
+    state = module.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in saved.items())
+
+
+@torch.no_grad()
+def test_a_lora_whose_rank_is_padded_is_scaled_once(pair: Any) -> None:
+    """PEFT makes scaled matrices longer for `hotswap`: they were scaled again."""
+    from peft.utils.hotswap import prepare_model_for_compiled_hotswap
+
+    module, original, x = pair
+    for one in (module, original):
+        add(one)
+        one(x)
+        prepare_model_for_compiled_hotswap(one, target_rank=8)
+    assert torch.equal(module(x), original(x))

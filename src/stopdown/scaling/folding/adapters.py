@@ -4,7 +4,8 @@ Otherwise an adapter would be added to a weight of another scale. A layer that P
 exponents are folded in is noticed when it is assigned. From then on its adapters are scaled before each
 call of the layer, and before anything is merged into its weight or unmerged; saving and loading see
 them unscaled. So a LoRA may be loaded, fused, weighted, switched and deleted in any order, by
-Diffusers, Transformers or PEFT. In fp32 every bit is that of the same steps on the original.
+Diffusers, Transformers or PEFT. Accelerate offloads them scaled, as it does the weights. In fp32 every
+bit is that of the same steps on the original.
 
 A weight `W` is stored as `2**k W`, each block of its rows with a `k` of its own; blocks of its columns
 may have further exponents:
@@ -43,6 +44,7 @@ from stopdown.fold_names import RESCALED, Folds, spread_columns, spread_rows
 from stopdown.interception.patches import CHANGING, Patches, SameInCopies, call_while_alive
 from stopdown.interception.tracing import is_traced
 from stopdown.module_calls.adapter_layers import (
+    find_reader,
     find_role_tensors,
     is_adapter_layer,
     list_adapter_layers,
@@ -67,6 +69,7 @@ class AdapterFolds(SameInCopies):
 
     Attributes:
         merged: paths of the layers that adapters were merged into, or taken out of, since this was emptied.
+        is_loading: whether `load_lora_adapter` runs, which may replace the matrices that it has loaded.
         copied_weights: what watches the weights of the module if it's a deep copy, from its first call on.
     """
 
@@ -87,7 +90,7 @@ class AdapterFolds(SameInCopies):
             for name in list_adapter_names(layer)
             if any(f".{name}." in f"{key}." for key in scaling.exponents)
         }
-        self.merged, self.copied_weights = set[str](), cast(Any, None)
+        self.merged, self.copied_weights, self.is_loading = set[str](), cast(Any, None), False
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def put_on(self, patches: Patches) -> None:
@@ -97,8 +100,10 @@ class AdapterFolds(SameInCopies):
         patches.defer(self._take_off)
         patches.set_attribute(self.module, RESCALED, self)  # the only reference
         patches.defer(self._listen().remove)
+        patches.defer(self.module.register_load_state_dict_post_hook(self._scale_loaded).remove)
         if callable(load := getattr(self.module, "load_lora_adapter", None)):
-            patches.set_attribute(self.module, load.__name__, _Before(load, self._prepare_loading))
+            around = _Around(load, self._prepare_loading, self._finish_loading)
+            patches.set_attribute(self.module, load.__name__, around)
 
     def _listen(self) -> RemovableHandle:
         while _left_hooks:
@@ -127,9 +132,8 @@ class AdapterFolds(SameInCopies):
             return self
         made = AdapterFolds.__new__(AdapterFolds)
         memo[id(self)] = made
-        vars(made).update(
-            vars(self), module=memo[id(self.module)], merged=set(), copied_weights=None
-        )
+        copied = {"module": memo[id(self.module)], "merged": set(), "copied_weights": None}
+        vars(made).update(vars(self), **copied)
         made._layers = weakref.WeakSet()  # which copying the parts below adds to
         there = set(self.module.modules())
         made.paths = {copy.deepcopy(x, memo): path for x, path in self.paths.items() if x in there}
@@ -161,6 +165,22 @@ class AdapterFolds(SameInCopies):
                 f'adapter_name="other"), and then remove the first: delete_adapters({name!r}).',
             )
         self.release()
+        self.is_loading = True
+
+    def _finish_loading(self) -> None:
+        self.is_loading = False
+        self._scale_loaded(self.module)
+
+    def _scale_loaded(self, module: torch.nn.Module, *_: Any) -> None:
+        """Scale the adapters that were loaded, unless they are cast next, as their first call may be in
+        compiled or exported code.
+        """
+        found = self._list_followed()
+        if module is self.module and found and not (self.is_loading or is_traced()):
+            is_half = any(x.dtype == torch.float16 for x in self.module.parameters())
+            for followed in found:
+                with contextlib.suppress(ScalingError):  # which the call raises
+                    followed.scale_loaded(is_half=is_half)
 
     def _list_followed(self) -> list[_FollowedLayer]:
         return [x for layer in self._layers if (x := _find_followed(layer)) is not None]
@@ -171,19 +191,28 @@ class AdapterFolds(SameInCopies):
         self._layers.clear()
 
 
-class _Before:
-    """Callable in place of a method, which calls another function before it.
+class _Around:
+    """Callable in place of a method, which calls other functions before and after it.
 
-    A deep copy is that of the copy's own method and function.
+    A deep copy is that of the copy's own method and functions.
     """
 
-    def __init__(self, method: Callable[..., Any], action: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        method: Callable[..., Any],
+        before: Callable[..., None],
+        after: Callable[[], None] | None = None,
+    ) -> None:
         functools.update_wrapper(self, method)
-        self._method, self._action = method, action
+        self._method, self._before, self._after = method, before, after
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._action(*args, **kwargs)
-        return self._method(*args, **kwargs)
+        self._before(*args, **kwargs)
+        try:
+            return self._method(*args, **kwargs)
+        finally:
+            if self._after is not None:
+                self._after()
 
 
 _left_hooks: list[RemovableHandle] = []
@@ -204,16 +233,15 @@ class _FollowedLayer(SameInCopies):
 
     def __init__(self, layer: Any, folds: AdapterFolds) -> None:
         self._layer, self._folds = weakref.ref(layer), folds
-        self._done: dict[str, tuple[Any, list[torch.Tensor], Patches]] = {}
+        self._done: dict[str, tuple[Any, dict[str, torch.Tensor], Patches]] = {}
         self.patches = patches = Patches()
-        patches.defer(self.release)
+        patches.defer(self._take_off)
         patches.defer(layer.register_forward_pre_hook(self._before_call).remove)
-        patches.defer(layer.register_load_state_dict_pre_hook(self._before_states).remove)
-        patches.defer(layer.register_load_state_dict_post_hook(self._after_loading).remove)
-        patches.defer(layer.register_state_dict_pre_hook(self._before_states).remove)
+        patches.defer(layer.register_load_state_dict_pre_hook(self._before_loading).remove)
+        patches.defer(layer.register_state_dict_pre_hook(self._before_reading).remove)
         for method in ("merge", "unmerge"):
-            patches.set_attribute(layer, method, _Before(getattr(layer, method), self._merge))
-        patches.set_attribute(layer, "update_layer", _Before(layer.update_layer, self._renew))
+            patches.set_attribute(layer, method, _Around(getattr(layer, method), self._merge))
+        patches.set_attribute(layer, "update_layer", _Around(layer.update_layer, self._renew))
         self._count_write()
 
     def __deepcopy__(self, memo: Any) -> _FollowedLayer:
@@ -230,9 +258,34 @@ class _FollowedLayer(SameInCopies):
         return made
 
     def release(self) -> None:
-        """Restore the unscaled values of the adapters; the next call scales them again."""
+        """Restore the unscaled values of the adapters, unless they are offloaded; the next call scales them
+        again.
+        """
+        with CHANGING:
+            for name in list(self._done):
+                if any(map(has_values, self._find_parts(name).values())):
+                    self._release(name)
+
+    def _release(self, name: str) -> None:
+        """Restore the unscaled values of an adapter, also in copies that have replaced its tensors:
+        Accelerate makes them, and so does PEFT where it pads them to another rank.
+        """
+        _, known, patches = self._done.pop(name)
+        now = self._find_parts(name)
+        copies = [(x, now[role]) for role, x in known.items() if now.get(role, x) is not x]
+        is_copied = all(has_values(x) and _begins_with(x, before) for before, x in copies)
+        patches.undo()
+        for before, x in copies if is_copied else ():
+            with torch.no_grad():
+                _cut(x, before).copy_(before)
+
+    def _find_parts(self, name: str) -> dict[str, torch.Tensor]:
+        layer = self._layer()  # unloading an adapter drops it
+        return {} if layer is None else find_role_tensors(layer, name)
+
+    def _take_off(self) -> None:
         while self._done:
-            self._done.popitem()[1][2].undo()
+            self._release(next(iter(self._done)))
 
     def _renew(self, *_: Any, **__: Any) -> None:
         """Release the adapters before another one is made, maybe of them (`add_weighted_adapter`)."""
@@ -259,7 +312,7 @@ class _FollowedLayer(SameInCopies):
     def is_due(self) -> bool:
         """Whether adapters were added, released, merged or taken out since they were scaled."""
         layer: Any = self._layer()
-        known = {name: state[0] for name, (state, *_) in self._done.items()}
+        known = {name: state[0] for name, (state, *_) in self._done.copy().items()}
         names = list_adapter_names(layer) - self._folds.planned
         return known != {name: name in layer.merged_adapters for name in names}
 
@@ -267,28 +320,30 @@ class _FollowedLayer(SameInCopies):
         if layer is self._layer() and not is_traced():
             self.follow()
 
-    def _before_states(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+    def _before_loading(self, layer: Any, *_: Any) -> None:
         if layer is self._layer():
             self.release()
 
-    def _after_loading(self, layer: Any, *_: Any) -> None:
-        """Scale the adapters that were loaded, unless they are cast next, as their first call may be in
-        compiled or exported code.
-
-        Those of a layer in fp32 are cast with a module in fp16, which might not hold them scaled.
-        """
-        if layer is not self._layer() or is_traced():
+    def _before_reading(self, layer: Any, *_: Any) -> None:
+        """Give who reads the state dict unscaled adapters, but Accelerate those that it offloads."""
+        if layer is not self._layer():
             return
+        if find_reader().startswith("accelerate.big_modeling"):
+            self.follow()
+        else:
+            self.release()
+
+    def scale_loaded(self, *, is_half: bool) -> None:
+        """Scale the adapters that were loaded, except those of a layer in fp32 of a module in fp16: they
+        are cast with the module, which might not hold them scaled.
+        """
+        layer: Any = self._layer()
         parts = [
             x for name in list_adapter_names(layer) for x in find_role_tensors(layer, name).values()
         ]
         own = getattr(self._base, "weight", torch.empty(0)).dtype
-        others = (x.dtype for x in self._folds.module.parameters())
-        if {x.dtype for x in parts} == {own} and (
-            own == torch.float16 or torch.float16 not in others
-        ):
-            with contextlib.suppress(ScalingError):  # which the call raises
-                self.follow()
+        if {x.dtype for x in parts} == {own} and (own == torch.float16 or not is_half):
+            self.follow()
 
     def follow(self, *, is_merging: bool = False) -> None:
         """Scale the layer's adapters by the powers of two of its weight, unless they are already scaled.
@@ -314,9 +369,8 @@ class _FollowedLayer(SameInCopies):
                 if held is not None and held[0] == state:
                     continue
                 if held is not None:
-                    held[2].undo()
-                patches = self._fold(name, parts, is_merged)
-                self._done[name] = state, list(parts.values()), patches
+                    self._release(name)
+                self._done[name] = state, parts, self._fold(name, parts, is_merged)
 
     def _fold(self, name: str, parts: Mapping[str, torch.Tensor], is_merged: bool) -> Patches:
         """Multiply an adapter's tensors by its layer's powers of two; undoing the returned patches
@@ -396,6 +450,18 @@ def _find_followed(layer: Any) -> _FollowedLayer | None:
     """
     owners = (getattr(hook, "__self__", None) for hook in layer._forward_pre_hooks.values())
     return next((owner for owner in owners if isinstance(owner, _FollowedLayer)), None)
+
+
+def _cut(tensor: torch.Tensor, small: torch.Tensor) -> torch.Tensor:
+    """Return the beginning of a tensor that has the size of a smaller one."""
+    return tensor[tuple(slice(size) for size in small.shape)]
+
+
+def _begins_with(tensor: torch.Tensor, small: torch.Tensor) -> bool:
+    """Return whether a tensor has the values of another one, and maybe more. Cost: a host read."""
+    if tensor.dim() != small.dim() or tensor.dtype != small.dtype:
+        return False
+    return torch.equal(_cut(tensor, small), small.to(tensor.device))
 
 
 def refuse_gradient(tensor: torch.Tensor, what: str, patches: Patches) -> None:
