@@ -105,3 +105,7 @@ def test_a_difference_has_lists_whole() -> None:
     key = "forward(grid=[2, 6], time[2d], x[3d])", ()
     said = known.describe_difference(key, "forward")
     assert said == "with grid=[2, 6], without grid=[3, 4] (forward)"
+    # FSDP sets attributes on each part: the error had 30 KB
+    many = ", ".join(f"part{i}._is_sharded=True" for i in range(500))
+    said = known.describe_difference((f"forward({many}, time[2d], x[3d])", ()), "forward")
+    assert said.endswith("and 493 more (forward)")

@@ -38,6 +38,7 @@ PLAIN = CallEnds()
 """Verdict that the exponents hold for a call whose arguments and outputs aren't multiplied."""
 
 _MOST_ANSWERS = 8
+_MOST_SAID = 8
 
 
 @dataclass
@@ -273,10 +274,10 @@ class KnownCalls:
         nearest = min(map(_list_parts, known), key=lambda x: len(x ^ parts))
         added = sorted(parts - nearest)
         code = [f"with {x}" for x in added if x.startswith(CODE_WORDS)]  # may be one for each layer
-        said = [f"with {x}" for x in added if not x.startswith(CODE_WORDS)]
-        said += [list_some(code)] if code else []
+        said = [f"with {x}" for x in added if not x.startswith(CODE_WORDS)]  # as many attributes
         said += [f"without {x}" for x in sorted(nearest - parts)]
-        return f"{', '.join(said) or 'otherwise'} ({method})"
+        texts = filter(None, (list_some(said, _MOST_SAID), list_some(code)))
+        return f"{', '.join(texts) or 'otherwise'} ({method})"
 
 
 def _copy_without_weights(module: torch.nn.Module) -> torch.nn.Module | None:
