@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageDraw, ImageFilter
 from PIL.PngImagePlugin import PngInfo
 
-from stopdown.errors import InputError, NonFiniteError, OutputError
+from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError
 from stopdown.frames import frame_faults, media
 from stopdown.frames.frame_faults import find_frame_faults
 from stopdown.frames.media import (
@@ -26,6 +26,7 @@ from stopdown.frames.media import (
     to_uint8,
     write_media,
 )
+from stopdown.frames.sound import read_sound, to_sound
 
 
 def draw_clip(frames: int = 6, height: int = 48, width: int = 64) -> np.ndarray:
@@ -206,8 +207,26 @@ def test_what_is_no_clip_is_a_programming_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_size_that_the_codec_refuses_is_named(tmp_path: Path) -> None:
-    """A frame wider than H.264 allows is an OutputError with another way to write it."""
+@pytest.mark.parametrize("kind", ["mp4", "webm", "gif", "jpg", "jpeg", "webp"])
+def test_a_format_has_room_for_its_largest_side(kind: str, tmp_path: Path) -> None:
+    """One row of the stated length is written; a longer one was an error of the encoder, mostly raw."""
+    most = media._LARGEST_SIDES[kind]
+    write_media(tmp_path / f"wide.{kind}", np.zeros((1, 2, most, 3), np.uint8))
+    with pytest.raises(OptionError) as caught:
+        write_media(tmp_path / f"wider.{kind}", np.zeros((1, 2, most + 1, 3), np.uint8))
+    assert str(caught.value) == (
+        f"A .{kind} file has no room for a frame of height 2 and width {most + 1}. Each side has {most} "
+        "pixels at most. Write a .png or a folder of frames with -o frames/, or a smaller `height` and "
+        "`width`."
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [f"wide.{kind}"]
+
+
+def test_a_size_that_the_codec_refuses_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an encoder refuses beyond its limits here is an OutputError with another way to write it."""
+    monkeypatch.setattr(media, "_LARGEST_SIDES", {})
     with pytest.raises(OutputError) as caught:
         write_media(tmp_path / "clip.mp4", np.zeros((1, 2, 20000, 3), np.uint8))
     assert "libx264 can't encode 1 frames of height 2 and width 20000" in str(caught.value)
@@ -284,6 +303,17 @@ def test_a_picture_is_a_video_of_one_frame(tmp_path: Path) -> None:
     """A png can be given wherever a video is read."""
     write_media(tmp_path / "one.png", draw_clip(1))
     assert np.array_equal(read_video(tmp_path / "one.png"), draw_clip(1))
+
+
+def test_a_name_with_a_colon_is_no_protocol(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FFmpeg reads `2026-11-30T12:30.mp4`, as recorders name files, as an address of its own."""
+    monkeypatch.chdir(tmp_path)
+    write_media("2026-11-30T12:30.mp4", draw_clip(2))
+    assert len(read_video("2026-11-30T12:30.mp4")) == 2
+    write_media("12:30.wav", None, sound=to_sound(np.zeros(800), 8000))
+    assert read_sound("12:30.wav").rate == 8000
 
 
 def test_a_truncated_video_is_an_error(tmp_path: Path) -> None:

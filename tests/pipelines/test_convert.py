@@ -418,6 +418,18 @@ def test_a_fused_layout_is_written_back(tmp_path: Path, monkeypatch: pytest.Monk
         assert torch.equal(tensor, expected[name].half()), name
 
 
+def test_plain_fp8_of_a_file_is_written_in_fp16(tmp_path: Path) -> None:
+    """Files of ComfyUI in fp8 without scales ended in PyTorch's NotImplementedError, after the plan."""
+    stored = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    stored = stored.to(torch.float8_e4m3fn)
+    save_file({"weight": stored}, tmp_path / "in.safetensors")
+    exponents = torch.tensor([-2, 0, 1, 3], dtype=torch.int32)
+    out = tmp_path / "out.safetensors"
+    write_single_file(tmp_path / "in.safetensors", out, {"weight": exponents}, {})
+    expected = (stored.float() * 2.0 ** exponents[:, None]).half()
+    assert torch.equal(load_file(out)["weight"], expected)
+
+
 # ---------------------------------------------------------------------------------------------
 # Eps
 

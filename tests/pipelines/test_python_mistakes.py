@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,6 +98,16 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "guidance as a text": (
         lambda pipe: stopdown.compare(pipe, "a", request=stopdown.Request(guidance="high")),  # type: ignore[arg-type]
         "It is a number.",
+    ),
+    "picture as a path": (
+        lambda pipe: stopdown.compare(pipe, "a", request=stopdown.Request(image="a.png")),  # type: ignore[arg-type]
+        r"Request\(image=...\)\) was given 'a.png', a str. It is an array of uint8: a picture is",
+    ),
+    "picture of floats": (
+        lambda pipe: stopdown.compare(
+            pipe, "a", request=stopdown.Request(image=np.zeros((4, 4, 3), np.float32))
+        ),
+        r"was given an array of float32. It is .* Use numpy.asarray\(PIL",
     ),
     "run that is none": (
         lambda pipe: stopdown.make_plan(pipe.unet, run=3),

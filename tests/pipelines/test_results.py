@@ -128,6 +128,14 @@ def test_a_missing_encoder_is_told_before_the_run(
     check_format(kind, request, name)
 
 
+def test_a_format_without_room_is_refused_before_the_run() -> None:
+    """The picture was computed, and lost: no WebP is wider than 16383 pixels."""
+    kind = diffusers.StableDiffusionPipeline
+    with pytest.raises(OptionError, match=r"no room for a frame of width 16384\."):
+        check_format(kind, Request("a", width=16384), "a.webp")
+    check_format(kind, Request("a", width=16384), "a.png")
+
+
 def test_a_video_is_no_picture_before_its_length_is_known() -> None:
     """`-o a.png` for a video was refused once the model was downloaded, planned and loaded."""
     kind = diffusers.CogVideoXPipeline

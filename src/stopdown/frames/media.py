@@ -123,6 +123,36 @@ def require_encoder(chosen: str) -> None:
         )
 
 
+_LARGEST_SIDES = {
+    "mp4": 2**14,
+    "webm": 2**16 - 2,
+    "gif": 2**16 - 1,
+    "jpg": 2**16 - 36,
+    "jpeg": 2**16 - 36,
+    "webp": 2**14 - 1,
+}
+"""Largest even height or width that the encoder of a format takes; a png has room for 2^31 - 1."""
+
+
+def check_sides(chosen: str, height: int | None, width: int | None) -> None:
+    """Refuse a height or width that a format has no room for.
+
+    Args:
+        chosen: a format from `choose_format`.
+        height, width: of the frames, in pixels; None if it is not known yet.
+    """
+    most = _LARGEST_SIDES.get(chosen)
+    if most is not None and max(height or 0, width or 0) > most:
+        sides = " and ".join(
+            f"{name} {side}" for name, side in (("height", height), ("width", width)) if side
+        )
+        raise OptionError(
+            f"A .{chosen} file has no room for a frame of {sides}.",
+            expected=f"Each side has {most} pixels at most.",
+            remedy="Write a .png or a folder of frames with -o frames/, or a smaller `height` and `width`.",
+        )
+
+
 def write_media(
     path: str | os.PathLike[str],
     frames: Frames | None,
@@ -151,11 +181,13 @@ def write_media(
 
     Raises:
         OptionError: the suffix is unknown, is that of a picture for several frames, or does not suit the
-            content.
+            content; or its format has no room for the frames.
         OutputError: the operating system refused to write, with the reason.
     """
     target = Path(path)
     chosen = choose_format(path, 0 if frames is None else len(require_clip(frames)))
+    if frames is not None:
+        check_sides(chosen, *frames.shape[1:3])
 
     def write(part: Path) -> None:
         if frames is not None:
@@ -202,7 +234,6 @@ def _write_video(
         raise OutputError(
             f"{_CODECS[container][0]} can't encode {len(frames)} frames of height {height} and width "
             f"{width}: {_first_line(error)}.",
-            expected="The encoder takes sizes up to 16384.",
             remedy="Write a folder of frames with -o frames/, or a smaller `height` and `width`.",
         ) from error
 
@@ -485,7 +516,7 @@ def _decode(source: Path) -> Iterator[Frames]:
 
     options = {"format_whitelist": _VIDEO_FORMATS, "protocol_whitelist": "file"}
     try:
-        with av.open(str(source), container_options=options) as container:
+        with av.open(f"file:{source}", container_options=options) as container:
             context = container.streams.video[0].codec_context
             if context is None:
                 raise _refuse_video(source, "FFmpeg doesn't know its codec")

@@ -170,7 +170,7 @@ def read_sound(path: str | os.PathLike[str]) -> Sound:
     source, pieces, count = Path(path), [], 0
     options = {"format_whitelist": _FORMATS, "protocol_whitelist": "file"}
     try:
-        with av.open(str(source), container_options=options) as container:
+        with av.open(f"file:{source}", container_options=options) as container:
             stream = container.streams.audio[0]
             rate = stream.rate
             resampler = av.AudioResampler(format="fltp")

@@ -235,8 +235,23 @@ def check_request(function: str, given: Request | None) -> Request | None:
             f"It is {words}.",
             f"Give {words}, or leave `{name}` out.",
         )
+    for name in MEDIA:
+        _check_pixels(f"{function}(request=Request({name}=...))", getattr(given, name))
     check_values(vars(given))
     return given
+
+
+def _check_pixels(place: str, value: Any) -> None:
+    """Refuse a picture, mask or video that isn't an array of uint8, such as a path or a PIL image."""
+    import numpy as np
+
+    expected = "It is an array of uint8: a picture is [H, W, 3], and a video [T, H, W, 3]."
+    remedy = 'Use numpy.asarray(PIL.Image.open("picture.png").convert("RGB")).'
+    check_type(place, value, (np.ndarray, type(None)), expected, remedy)
+    if value is not None and value.dtype != np.uint8:
+        raise OptionError(
+            f"{place} was given an array of {value.dtype}.", expected=expected, remedy=remedy
+        )
 
 
 def name_pipeline_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stopdown.errors import OptionError
-from stopdown.frames.media import PICTURES, SOUNDS, choose_format, require_encoder
+from stopdown.frames.media import PICTURES, SOUNDS, check_sides, choose_format, require_encoder
 from stopdown.pipelines.requests import Request, find_frames, find_pipeline_argument
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ def choose_suffix(pipeline_class: type, request: Request) -> str:
 
 
 def check_format(pipeline_class: type, request: Request, output: str) -> None:
-    """Refuse an output format that doesn't suit a pipeline's result or has no encoder, or no media."""
+    """Refuse an output format that doesn't suit a pipeline's result, has no encoder or no room for the
+    requested sides; refuse pipelines that make no media.
+    """
     kind = find_output_kind(pipeline_class)
     if not kind:
         fields = sorted(_list_output_fields(pipeline_class))
@@ -120,7 +122,9 @@ def check_format(pipeline_class: type, request: Request, output: str) -> None:
         frames = frames or (2 if suffix in SOUNDS else None)
     else:
         frames = count_results(pipeline_class, request.arguments) if kind == "picture" else 0
-    require_encoder(choose_format(output, frames))
+    chosen = choose_format(output, frames)
+    require_encoder(chosen)
+    check_sides(chosen, request.height, request.width)
 
 
 def count_results(pipeline_class: type, arguments: Mapping[str, Any]) -> int:
