@@ -53,6 +53,33 @@ def test_components_are_planned_beside_each_other(
     assert torch.get_num_threads() == 2
 
 
+def test_a_process_begins_before_the_dry_run_and_is_not_waited_for_in_vain(
+    save_tiny: Any, several: None, monkeypatch: Any
+) -> None:
+    """The imports of both take seconds; a process whose components turn out to be cached is left."""
+    told, folder, dry_run = list[str](), save_tiny("sd"), certified_module.list_source_calls
+    monkeypatch.setattr(certifier, "choose_others", lambda sizes: [])
+    certify_plan(folder, scope=Scope(keeps=True))
+
+    class Begun(certifier.Certifier):
+        def __enter__(self) -> certifier.Certifier:
+            told.append("begun")
+            return self
+
+        def wait(self, progress: Any) -> None:
+            told.append("waited")
+
+    def note(*given: Any) -> Any:
+        told.append("dry run")
+        return dry_run(*given)
+
+    monkeypatch.setattr(certified_module, "list_source_calls", note)
+    monkeypatch.setattr(certified_module, "Certifier", Begun)
+    monkeypatch.setattr(certified_module, "choose_others", lambda sizes: sorted(sizes)[1:])
+    certify_plan(folder, scope=Scope(keeps=True))
+    assert told == ["begun", "dry run"]
+
+
 @pytest.mark.thorough
 def test_a_process_that_fails_costs_nothing_but_time(
     certified: tuple[Path, Plan, list[tuple[str, str, int, int]]], several: None, monkeypatch: Any

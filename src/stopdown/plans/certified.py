@@ -179,28 +179,32 @@ def certify_plan(
     whole = complete_source(source)
     whole = select_class(whole, request) if whole.pipeline_class else whole
     source = narrow_source(whole, scope.only)
-    check_components(others, list_planned(source))
-    calls, unseen = (scope.calls, "") if scope.calls is not None else list_source_calls(whole)
-    names, loaded = list_planned(source), dict[str, dict[str, torch.Tensor]]()
+    names, stored = list_planned(source), read_stored_dtypes(source)
+    check_components(others, names)
     for name in names if source.kind != "file" else ():
         carries_plan(source.path / name)  # refuses weights that have exponents
-    if source.loras or source.kind == "file":
-        program = load_program(source, torch_dtypes=None)
-        loaded = {name: name_parameters(getattr(program, name)) for name in names}
-    modules = {  # LoRAs are layers of their own; others are built anew, without tensors of the dry run
-        name: getattr(program, name) if source.loras else build_with_tables(source, name)
-        for name in names
-    }
-    stored, hands_over = read_stored_dtypes(source), _hands_over(calls)
-    context = _Context(stored, others, stream, device, unseen, progress, hands_over)
-    keys = dict[str, str]()
-    if scope.keeps and not source.loras and source.kind != "file":
-        for name in names:
+    caches = scope.keeps and not source.loras and source.kind != "file"
+    sizes = {name: sum(stored[name].values()) for name in names if name not in others}
+    beside = choose_others(sizes) if caches and scope.calls is None else []
+    with Certifier(whole, beside, stream, shares=True) as certifier:
+        calls, unseen = (scope.calls, "") if scope.calls is not None else list_source_calls(whole)
+        loaded = dict[str, dict[str, torch.Tensor]]()
+        if source.loras or source.kind == "file":
+            program = load_program(source, torch_dtypes=None)
+            loaded = {name: name_parameters(getattr(program, name)) for name in names}
+        modules = {  # LoRAs are layers of their own; others are built anew, without the dry run's tensors
+            name: getattr(program, name) if source.loras else build_with_tables(source, name)
+            for name in names
+        }
+        hands_over = _hands_over(calls)
+        context = _Context(stored, others, stream, device, unseen, progress, hands_over)
+        keys = dict[str, str]()
+        for name in names if caches else ():
             own = fingerprint(narrow_source(source, (name,)))
             keys[name] = _hash((own, read_call_sizes(calls.get(name, [])), stream, hands_over))
-    traced = {} if traced is None else traced
-    traced |= {name: TracedCalls(module, calls.get(name, [])) for name, module in modules.items()}
-    components = _Components(context, source, traced, loaded, keys).plan(whole)
+        traced = {} if traced is None else traced
+        traced |= {name: TracedCalls(x, calls.get(name, [])) for name, x in modules.items()}
+        components = _Components(context, source, traced, loaded, keys).plan(beside, certifier)
     known = source.name, fingerprint(source), source.pipeline_class
     return seal_made(known, components, started, choose_device("cpu"))
 
@@ -360,28 +364,21 @@ class _Components:
     keys: Mapping[str, str]
     made: dict[str, ComponentPlan] = dataclasses.field(default_factory=dict)
 
-    def plan(self, whole: Source) -> list[ComponentPlan]:
+    def plan(self, beside: Collection[str], certifier: Certifier) -> list[ComponentPlan]:
         """Return the entries of all components; plan those that aren't cached.
 
-        A second process plans all but the largest, if that's worthwhile.
-
         Args:
-            whole: the model with all of its components.
+            beside: components that a second process plans.
+            certifier: that process.
         """
-        left, stored = self._take_kept(), self.context.stored
-        shared = [
-            x
-            for x in left
-            if x in self.keys and self.traced[x].calls and x not in self.context.others
-        ]
-        beside = choose_others({name: sum(stored[name].values()) for name in shared})
-        with Certifier(whole, beside, self.context.residual, shares=True) as certifier:
-            for name in left:
-                if name not in beside:
-                    self._plan_one(name, certifier)
-            certifier.wait(self.context.progress)
-            for name in self._take_kept():
+        left = self._take_kept()
+        for name in left:
+            if name not in beside:
                 self._plan_one(name, certifier)
+        if not {*left}.isdisjoint(beside):
+            certifier.wait(self.context.progress)
+        for name in self._take_kept():
+            self._plan_one(name, certifier)
         return [self.made[name] for name in self.traced]
 
     def _take_kept(self) -> list[str]:

@@ -25,7 +25,7 @@ from stopdown.sources.source import Source
 
 PROGRAM = "stopdown.plans.certifier_process"
 
-WORTH_BYTES = 1 << 30
+WORTH_BYTES = 1 << 27
 """Least bytes of weights that are worth a second process; fewer are planned before it has started."""
 
 ROOM_BYTES = 4 << 30
