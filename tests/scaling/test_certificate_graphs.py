@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import stopdown_verify
+from models.certified_nets import certify_call
 from stopdown.fold_names import name_parameters
 from stopdown.scaling.certificate_graphs import export_graphs
 from stopdown.scaling.graph.capture import capture_call
@@ -55,3 +57,37 @@ def test_an_operation_without_a_rule_is_unknown(made: dict[str, Any]) -> None:
     (graph,) = made["graphs"]
     assert [n["rule"] for n in graph["nodes"]] == ["input", "product", "unknown", "product"]
     assert graph["outputs"] == [[graph["nodes"][-1]["id"], 0]]
+
+
+class Mixed(nn.Module):
+    """Values that fp16 doesn't hold unscaled, mixed with others of their scale."""
+
+    def __init__(self, mix: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.mix, self.up, self.norm = mix, nn.Linear(4, 4), nn.LayerNorm(4)
+        self.up.weight.data.mul_(2.0**18)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        large = self.up(hidden_states)
+        return self.norm(large + self.mix(large))
+
+
+@pytest.mark.parametrize(
+    ("mix", "covers"),
+    [
+        (lambda large: torch.fill(large, large.amax()), True),
+        (lambda large: large.scatter(1, torch.zeros_like(large, dtype=torch.long), large), False),
+        (lambda large: large.norm(dim=-1, keepdim=True), False),
+    ],
+    ids=["fill", "scatter", "norm"],
+)
+def test_what_is_scaled_as_its_inputs_is_written(
+    mix: Callable[[torch.Tensor], torch.Tensor], covers: bool, tmp_path: Path
+) -> None:
+    """The checker takes exponents of all that is mixed, and has bounds where there is a rule."""
+    torch.manual_seed(0)
+    module = Mixed(mix).eval().requires_grad_(False)
+    made = certify_call(module, [(module, (torch.randn(1, 2, 4),), {})], tmp_path)
+    (stated,) = made["components"]
+    assert any(n["exponents"] != [0] for n in stated["graphs"][0]["nodes"])
+    assert (stated["uncovered"] == []) == covers

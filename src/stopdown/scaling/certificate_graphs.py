@@ -377,7 +377,7 @@ class _Exporter:
         return found
 
     def _unknown(self, node: Node, found: Operation | None) -> dict[str, Any]:
-        alike = found is not None and found.exponent in ("same", "alike", "cast", "add")
+        alike = found is not None and found.exponent in _ALIKE
         sources = [self._ref(x, node) for x in node.all_input_nodes if is_float(x)]
         return {"rule": "unknown", "function": operation(node), "alike": alike,
                 "from": [x for x in sources if x is not None]}  # fmt: skip
@@ -692,8 +692,8 @@ class _Exporter:
 
     def _export_fill(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         number = next(given[x] for x in ("fill_value", "value", "s") if x in given)
-        if not isinstance(number, (int, float)):
-            raise _NoRule
+        if isinstance(number, Node):
+            return {"rule": "spread", "from": [self._need(number, node)]}
         return self._filled(read_magnitude(node, number))
 
     def _export_copied(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -834,4 +834,6 @@ class _NoRule(Exception):
 
 
 _POWERS = ("square", "sqrt", "rsqrt", "reciprocal")
+_ALIKE = ("same", "alike", "cast", "add", "choose", "scatter", "length")
+"""Rules of exponents by which a result is scaled as all of its inputs are."""
 _PASSING = ("same", "multiply", "scale", "part", "add")
