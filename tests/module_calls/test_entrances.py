@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +104,40 @@ def test_states_that_a_layer_is_given_by_name_are_taken_as_well() -> None:
         module = Naming("linear")
         put_on(module, patches)
         assert relative_l2(module(sample.half(), states), wanted) < 0.002
+
+
+class TwoStates(nn.Module):
+    """States of two encoders, each of which comes to a layer of its own; waits before the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = (
+            nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).half() for _ in range(2)
+        )
+        self.is_reached, self.goes_on = threading.Event(), threading.Event()
+
+    def forward(self, one: torch.Tensor, two: torch.Tensor, *, waits: bool = False) -> torch.Tensor:
+        made = self.one(one)
+        if waits:
+            self.is_reached.set()
+            self.goes_on.wait(60)
+        return made + self.two(two)
+
+
+def test_states_beyond_fp16_are_taken_in_two_threads() -> None:
+    """The call that ended first took the layer of the other one off, which was refused then."""
+    module, (small, large) = TwoStates(), draw()
+    with torch.no_grad(), Patches() as patches, ThreadPoolExecutor(1) as pool:
+        put_on(module, patches)
+        wanted = module(small, large)
+        patches.undo()
+        put_on(module, patches)
+        made = pool.submit(torch.no_grad()(module), small, large, waits=True)
+        module.is_reached.wait(60)
+        module(large, small)
+        module.goes_on.set()
+        assert torch.equal(made.result(), wanted)
 
 
 def test_what_fits_is_cast_as_ever() -> None:

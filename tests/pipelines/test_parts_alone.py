@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.rescaling_models import cast_tree
+from models.rescaling_models import WAYS, cast_tree, make_example, scale_weights
 from models.signature_cases import measure_error
 from models.snapshots import assert_untouched
 from stopdown.errors import InputError, ScalingError, StopdownWarning
@@ -189,18 +189,38 @@ def test_weights_of_parts_are_taken_with_a_word(model: nn.Module, plan: Plan, wa
 def test_weights_of_parts_are_said_to_be_scaled_however_it_was_put(
     model: nn.Module, given: dict[str, Any], plan: Plan, way: str
 ) -> None:
-    """`UNetMotionModel.from_unet2d` made a model of scaled weights, without a word."""
+    """Diffusers is refused (`from_unet`, `from_unet2d`), which made a model of scaled weights."""
     module, patches = copy.deepcopy(model), Patches()
     if way == "rescaled":
         patches.defer(rescale_(module, (), given).undo)
     else:
         patches.defer(apply_entry(module, plan.components[0], savers=("diffusers",)).undo)
-    names = {"__name__": "diffusers.models.unets.unet_motion_model"}
-    take = eval("lambda part: part.state_dict()", names)
+    by_diffusers, by_others = (
+        eval("lambda part: part.state_dict()", {"__name__": name})
+        for name in ("diffusers.models.unets.unet_motion_model", "diffusers.utils")
+    )
     with patches:
-        take(module)
+        by_diffusers(module)
+        with pytest.raises(
+            ScalingError, match=r"Another model .*, which are scaled.*`from_unet2d`"
+        ):
+            by_diffusers(module.patch_embed)
         with pytest.warns(StopdownWarning, match="A part of .* was copied, and its weights are sc"):
-            take(module.patch_embed)
+            by_others(module.patch_embed)
+
+
+def test_no_controlnet_is_made_of_scaled_weights() -> None:
+    """It was made with a warning, and pictures were wrong."""
+    from diffusers import ControlNetModel
+
+    unet, [(_, _, given)] = make_example("SD UNet")
+    scale_weights(unet, WAYS["last linear"], 14)
+    unet.eval().requires_grad_(False)
+    rescaling = rescale_(unet, (), given)
+    with pytest.raises(ScalingError, match="Make the other model first"):
+        ControlNetModel.from_unet(unet)
+    rescaling.undo()
+    assert torch.equal(ControlNetModel.from_unet(unet).conv_in.weight, unet.conv_in.weight)
 
 
 def test_replicas_are_refused(model: nn.Module, plan: Plan) -> None:

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from stopdown.errors import ScalingError, take_first_line
 from stopdown.interception.autocast import without_autocast
-from stopdown.interception.patches import Patches, call_while_alive
+from stopdown.interception.patches import CHANGING, Patches, call_while_alive
 from stopdown.interception.tracing import is_traced
 from stopdown.module_calls.call import ComponentCall, are_finite, cast_floats, narrow_if_finite
 from stopdown.module_calls.kept_state import HeldContainers
@@ -57,6 +57,7 @@ class Entrance:
     dtype: torch.dtype | None = None
     wide: Collection[int] = ()
     _layers: dict[nn.Module, _WideLayer] = field(default_factory=dict)
+    _running: int = 0
 
     def proceed(
         self,
@@ -79,28 +80,35 @@ class Entrance:
         try:
             output = _widen(call, beyond).proceed_in(dtype, beyond, self.wide)
             if is_refusal is None or are_finite(output):
-                self._keep_used()
                 return output
             why = "what it gives then isn't finite"
         except Exception as error:
             if is_refusal is None or not is_refusal(error):
                 raise
             refused, why = error, take_first_line(error).rstrip(".")
+        finally:
+            self._keep_used()
         for restore in (*restores, held.restore):
             restore()
         raise _explain(call, beyond, why) from refused
 
     def _put_on(self) -> None:
-        if not self._layers:
-            self.patches.defer(call_while_alive(self._take_off))
-        for layer in self.module.modules():
-            if type(layer) in _IN_FP32 and "forward" not in vars(layer):
-                self._layers[layer] = made = _WideLayer(layer, layer.forward)
-                made.off.set_attribute(layer, "forward", made)
+        with CHANGING:
+            self._running += 1
+            if not self._layers:
+                self.patches.defer(call_while_alive(self._take_off))
+            for layer in self.module.modules():
+                if type(layer) in _IN_FP32 and "forward" not in vars(layer):
+                    self._layers[layer] = made = _WideLayer(layer, layer.forward)
+                    made.off.set_attribute(layer, "forward", made)
 
     def _keep_used(self) -> None:
-        for layer in [x for x, made in self._layers.items() if not made.is_used]:
-            self._layers.pop(layer).off.undo()
+        """Restore the layers that were given no fp32, once no thread is in a call that may do so."""
+        with CHANGING:
+            self._running -= 1
+            if not self._running:
+                for layer in [x for x, made in self._layers.items() if not made.is_used]:
+                    self._layers.pop(layer).off.undo()
 
     def _take_off(self) -> None:
         while self._layers:

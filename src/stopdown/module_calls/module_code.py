@@ -26,6 +26,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils.hooks import RemovableHandle
 
 from stopdown.interception.code_homes import OWN, find_home, is_from, is_own
+from stopdown.module_calls.step_caches import list_hooks
 
 MISSING: Any = object()
 """The value of an attribute that doesn't exist; for code, it means that the class's own method runs."""
@@ -89,10 +90,9 @@ def find_own_code(part: torch.nn.Module, name: str, value: Any) -> Any:
 
 def _is_skipped(part: torch.nn.Module) -> bool:
     """Return whether a hook of Diffusers returns a layer's input in place of its output."""
-    hooks = getattr(vars(part).get("_diffusers_hook"), "hooks", {})
     return any(
         type(x).__name__ in _SKIPPING and not getattr(x, "skip_attention_scores", False)
-        for x in hooks.values()
+        for x in list_hooks(part)
     )
 
 

@@ -70,12 +70,11 @@ def _bypass_hooks(
         is_meant: whether to disable this hook.
     """
     for child in module.modules():
-        registry: Any = vars(child).get("_diffusers_hook")
-        hooks = list(registry.hooks.values()) if registry is not None else []
+        hooks = list_hooks(child)
         if hooks and "forward" in vars(child) and all(map(is_meant, hooks)):
             # not the hook itself: a copy must not hold hooks, which would call the original
-            innermost = registry._fn_refs[0]
-            patches.remove_attribute(child, "_diffusers_hook")
+            innermost = vars(child)[_REGISTRY]._fn_refs[0]
+            patches.remove_attribute(child, _REGISTRY)
             forward = innermost.original_forward or innermost.forward
             if getattr(forward, "__func__", None) is type(child).forward:
                 patches.remove_attribute(child, "forward")
@@ -163,6 +162,13 @@ def iterate_caches(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def iterate_hooks(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield Diffusers' hooks on a module and its submodules, each with the path of its module."""
     for path, child in module.named_modules():
-        registry = vars(child).get("_diffusers_hook")
-        for hook in registry.hooks.values() if registry is not None else ():
-            yield path, hook
+        yield from ((path, hook) for hook in list_hooks(child))
+
+
+_REGISTRY = "_diffusers_hook"
+
+
+def list_hooks(part: torch.nn.Module) -> list[Any]:
+    """List Diffusers' hooks on a module, without those on its submodules."""
+    registry = vars(part).get(_REGISTRY)
+    return [] if registry is None else list(registry.hooks.values())

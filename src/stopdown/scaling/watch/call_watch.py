@@ -47,7 +47,7 @@ from stopdown.interception.patches import (
     call_while_alive,
     refuse_pickling,
 )
-from stopdown.module_calls.adapter_layers import is_read_by_libraries
+from stopdown.module_calls.adapter_layers import find_reader, is_read_by_libraries
 from stopdown.module_calls.answers import add_answers
 from stopdown.module_calls.call import ComponentCall, are_finite, stays_finite
 from stopdown.module_calls.call_interception import (
@@ -376,11 +376,21 @@ class CallWatch(SameInCopies):
         )
 
     def _notice_reading(self, part: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Warn once if somebody reads the state dict of a part by itself, to begin another model with it
-        (a state dict pre-hook).
+        """Refuse to have Diffusers begin another model with the weights of a part (a state dict pre-hook).
+
+        Warn once if anybody else reads the state dict of a part by itself.
         """
-        if not (prefix or keep_vars or is_read_by_libraries()):
-            self.warn_of_copy()
+        if prefix or keep_vars or is_read_by_libraries():
+            return
+        if find_reader().startswith("diffusers.models."):
+            raise ScalingError(
+                f"Another model was to be made of weights of {self._name}, which are scaled.",
+                expected="Without the exponents of all parts they are those of another model. Diffusers "
+                "takes them for ControlNets and motion models (`from_unet`, `from_unet2d`).",
+                remedy="Make the other model first. Or take the plan, guard or rescaling off (`.undo()`, "
+                "or leave the guard), or load the component without it.",
+            )
+        self.warn_of_copy()
 
     def warn_of_copy(self) -> None:
         self._say_once(
