@@ -69,7 +69,6 @@ class AdapterFolds(SameInCopies):
 
     Attributes:
         merged: paths of the layers that adapters were merged into, or taken out of, since this was emptied.
-        is_loading: whether `load_lora_adapter` runs, which may replace the matrices that it has loaded.
         copied_weights: what watches the weights of the module if it's a deep copy, from its first call on.
     """
 
@@ -90,7 +89,7 @@ class AdapterFolds(SameInCopies):
             for name in list_adapter_names(layer)
             if any(f".{name}." in f"{key}." for key in scaling.exponents)
         }
-        self.merged, self.copied_weights, self.is_loading = set[str](), cast(Any, None), False
+        self.merged, self.copied_weights = set[str](), cast(Any, None)
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def put_on(self, patches: Patches) -> None:
@@ -102,8 +101,7 @@ class AdapterFolds(SameInCopies):
         patches.defer(self._listen().remove)
         patches.defer(self.module.register_load_state_dict_post_hook(self._scale_loaded).remove)
         if callable(load := getattr(self.module, "load_lora_adapter", None)):
-            around = _Around(load, self._prepare_loading, self._finish_loading)
-            patches.set_attribute(self.module, load.__name__, around)
+            patches.set_attribute(self.module, load.__name__, _Before(load, self._prepare_loading))
 
     def _listen(self) -> RemovableHandle:
         while _left_hooks:
@@ -165,18 +163,13 @@ class AdapterFolds(SameInCopies):
                 f'adapter_name="other"), and then remove the first: delete_adapters({name!r}).',
             )
         self.release()
-        self.is_loading = True
-
-    def _finish_loading(self) -> None:
-        self.is_loading = False
-        self._scale_loaded(self.module)
 
     def _scale_loaded(self, module: torch.nn.Module, *_: Any) -> None:
         """Scale the adapters that were loaded, unless they are cast next, as their first call may be in
         compiled or exported code.
         """
         found = self._list_followed()
-        if module is self.module and found and not (self.is_loading or is_traced()):
+        if module is self.module and found and not is_traced():
             is_half = any(x.dtype == torch.float16 for x in self.module.parameters())
             for followed in found:
                 with contextlib.suppress(ScalingError):  # which the call raises
@@ -191,28 +184,19 @@ class AdapterFolds(SameInCopies):
         self._layers.clear()
 
 
-class _Around:
-    """Callable in place of a method, which calls other functions before and after it.
+class _Before:
+    """Callable in place of a method, which calls another function before it.
 
-    A deep copy is that of the copy's own method and functions.
+    A deep copy is that of the copy's own method and function.
     """
 
-    def __init__(
-        self,
-        method: Callable[..., Any],
-        before: Callable[..., None],
-        after: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, method: Callable[..., Any], action: Callable[..., None]) -> None:
         functools.update_wrapper(self, method)
-        self._method, self._before, self._after = method, before, after
+        self._method, self._action = method, action
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._before(*args, **kwargs)
-        try:
-            return self._method(*args, **kwargs)
-        finally:
-            if self._after is not None:
-                self._after()
+        self._action(*args, **kwargs)
+        return self._method(*args, **kwargs)
 
 
 _left_hooks: list[RemovableHandle] = []
@@ -240,8 +224,8 @@ class _FollowedLayer(SameInCopies):
         patches.defer(layer.register_load_state_dict_pre_hook(self._before_loading).remove)
         patches.defer(layer.register_state_dict_pre_hook(self._before_reading).remove)
         for method in ("merge", "unmerge"):
-            patches.set_attribute(layer, method, _Around(getattr(layer, method), self._merge))
-        patches.set_attribute(layer, "update_layer", _Around(layer.update_layer, self._renew))
+            patches.set_attribute(layer, method, _Before(getattr(layer, method), self._merge))
+        patches.set_attribute(layer, "update_layer", _Before(layer.update_layer, self._renew))
         self._count_write()
 
     def __deepcopy__(self, memo: Any) -> _FollowedLayer:
