@@ -25,11 +25,11 @@ from stopdown.errors import OptionError, PlanError, SourceError, StopdownWarning
 from stopdown.fold_names import name_parameters
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.plan_files import seal_plan, write_plan
-from stopdown.quantizers import loading
 from stopdown.quantizers.script_loading import join_config_plans
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling.watch.call_watch import CallWatch
 from stopdown.scaling.watch.known_calls import KnownCalls
+from stopdown.sources import hub
 from stopdown.testing import save_pipeline
 from test_public import run_fresh
 
@@ -112,26 +112,40 @@ def test_a_denoiser_beside_parts_of_its_pipeline_is_refused_without_a_plan(
     assert [x.precision for x in entries] == ["fp16"] * 3
 
 
-def test_a_denoiser_in_the_cache_of_the_hub_gets_the_configs_beside_it(
-    cogvideox: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_denoiser_in_a_cache_of_the_hub_gets_the_configs_beside_it(
+    cogvideox: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_index: bool
 ) -> None:
-    """Its pipeline's index may be in the cache without the other components."""
+    """They come into the cache that has its weights, also where it's that of a program's `cache_dir`."""
     folder = tmp_path / "models--maker--tiny" / "snapshots" / "0123abc"
     shutil.copytree(cogvideox / "transformer", folder / "transformer")
-    shutil.copy(cogvideox / "model_index.json", folder)
+    if has_index:
+        shutil.copy(cogvideox / "model_index.json", folder)
     monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path / "cache"))
-    resolve, asked = loading.resolve_source, list[Any]()
 
-    def take(source: Any, **options: Any) -> Any:
-        if isinstance(source, str):
-            asked.append((source, options))
-            shutil.copytree(cogvideox, folder, dirs_exist_ok=True)
-        return resolve(folder)
+    def download_index(repo: str, *, revision: str, cache: Path) -> Path:
+        assert (repo, revision, cache) == ("maker/tiny", "0123abc", tmp_path)
+        return Path(shutil.copy(cogvideox / "model_index.json", folder))
 
-    monkeypatch.setattr(loading, "resolve_source", take)
+    def download_snapshot(index: Path, repo: str, folders: Any, *, with_weights: bool) -> None:
+        assert (index.parent, repo, with_weights) == (folder, "maker/tiny", False)
+        shutil.copytree(cogvideox, folder, dirs_exist_ok=True)
+
+    monkeypatch.setattr(hub, "download_index", download_index)
+    monkeypatch.setattr(hub, "download_snapshot", download_snapshot)
     (entry,) = load_transformer(folder).hf_quantizer.applied_plan.components
     assert entry.precision == "fp16"
-    assert asked == [("maker/tiny", {"revision": "0123abc", "with_weights": False})]
+
+
+def test_pickles_without_a_plan_are_refused_as_such(cogvideox: Path, tmp_path: Path) -> None:
+    """They were refused as weights that don't match the model."""
+    folder = Path(shutil.copytree(cogvideox, tmp_path / "model")) / "text_encoder"
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(
+        SourceError, match=r"^pytorch_model\.bin in .* are stored as pickles, and no"
+    ):
+        load_encoder(folder)
 
 
 TABLES = ("shared.weight", "encoder.embed_tokens.weight")

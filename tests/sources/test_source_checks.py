@@ -225,6 +225,26 @@ def test_shards_are_verified_and_loaded(sharded: Path) -> None:
     load_pipeline(source, torch_dtypes=torch.bfloat16)
 
 
+def test_shards_without_their_index_are_counted_and_loaded(sharded: Path) -> None:
+    """Who downloads by hand forgets the index: the files have their count in their names, and load."""
+    transformer = sharded / "transformer"
+    (transformer / "diffusion_pytorch_model.safetensors.index.json").unlink()
+    expected = {
+        name: x for path in find_weights(transformer)[1] for name, x in load_file(path).items()
+    }
+    verify(sharded)
+    for dtype in (torch.float32, None):
+        pipe = load_pipeline(resolve_source(sharded), torch_dtypes=dtype)
+        state = pipe.transformer.state_dict()
+        assert {x.dtype for x in state.values()} == {dtype or torch.bfloat16}
+        assert all(torch.equal(state[name], x.to(dtype)) for name, x in expected.items())
+    first, lost, *_ = find_weights(transformer)[1]
+    lost.unlink()
+    assert read_error(lambda: verify(sharded)) == (
+        f"{transformer} lacks {lost.name}. The name of {first.name} names it. {AGAIN}"
+    )
+
+
 def test_the_index_of_another_variant_needs_no_shards(sharded: Path) -> None:
     """A download takes the configurations of all variants, as of Stable Diffusion 3, and one's shards."""
     transformer = sharded / "transformer"

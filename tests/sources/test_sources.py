@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,27 @@ def test_a_folder_without_an_index_says_what_it_may_be(folder: Path, tmp_path: P
     assert read_error(lambda: resolve_source(empty)).endswith(
         f"For a single file write {empty / 'some.safetensors'}."
     )
+
+
+def test_a_repository_in_the_cache_of_the_hub_says_which_folder_is_the_model(
+    saved: Path, tmp_path: Path
+) -> None:
+    """The model lies two folders below; of several snapshots the newest is named."""
+    snapshots = tmp_path / "models--maker--tiny" / "snapshots"
+    for name, time in (("b", 3), ("a", 9), ("c", 6)):
+        index = Path(shutil.copytree(saved, snapshots / name)) / "model_index.json"
+        os.utime(index, (time, time))
+    message = read_error(lambda: resolve_source(snapshots.parent))
+    assert message.endswith(f"Did you mean {snapshots / 'a'}?")
+
+
+@pytest.mark.parametrize("end", ["", "/", "/tree/main/transformer", "?library=diffusers"])
+def test_the_address_of_a_page_names_its_id(end: str) -> None:
+    """What a browser shows is often pasted."""
+    address = f"https://huggingface.co/maker/tiny-1.5{end}"
+    message = read_error(lambda: resolve_source(address))
+    assert message.startswith(f"The model {address!r} is unknown. {FORMS} (")
+    assert message.endswith("). Did you mean maker/tiny-1.5?")
 
 
 @pytest.mark.parametrize("suffix", [".ckpt", ".pt", ".bin", ".pth", ".pkl"])

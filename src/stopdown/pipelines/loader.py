@@ -218,7 +218,8 @@ def _load_from(
     stored = {path: read_header(path) for path in files}
     tensors = {key: entry for header in stored.values() for key, entry in header.items()}
     with describing_failures(folder, class_name), limited_building(tensors.values()):
-        if carries_plan(folder):  # the caller has a plan, or needs none
+        is_indexed = len(files) < 2 or any(folder.glob("*.safetensors.index*.json"))
+        if carries_plan(folder) or not is_indexed:  # its class needs a plan or the index of shards
             module = _map_component(module_class, folder, None, stored)
             if module is None:
                 raise describe_misfit(

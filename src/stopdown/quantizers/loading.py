@@ -49,6 +49,7 @@ from stopdown.records import ComponentPlan, Plan
 from stopdown.runtime.guard import Guard
 from stopdown.runtime.repairs import Component
 from stopdown.scaling import CallWatch, StoredWeight, put_cast
+from stopdown.sources import hub
 from stopdown.sources.source import Source
 from stopdown.sources.source_checks import list_absent
 from stopdown.sources.sources import resolve_source
@@ -357,6 +358,14 @@ class ModelLoad(SameInCopies):
                 expected="A plan is certified from the weights in a model's folder.",
                 remedy="Give the plan: StopdownConfig(plan). stopdown plan SOURCE makes it.",
             )
+        if files[0].suffix in hub.PICKLES:
+            raise SourceError(
+                f"{list_some([x.name for x in files])} in {folder}: weights that are stored as pickles, "
+                "and no plan was given.",
+                expected="A plan is certified from safetensors.",
+                remedy="If you trust them, load the whole model once without the config, and save it by "
+                "save_pretrained(FOLDER). Then load that.",
+            )
         found = _find_source(folder, files[0].name)
         device, only = choose_device("auto"), (folder.name,)
         if found is not None and not (list_absent(found) and find_plan(found, only) is None):
@@ -466,9 +475,11 @@ def _find_source(folder: Path, file_name: str) -> Source | None:
     found = resolve_source(root) if (root / "model_index.json").is_file() else None
     cached = _CACHED.search(root.as_posix())
     if cached and (found is None or list_absent(found)):
-        found = resolve_source(
-            f"{cached['owner']}/{cached['name']}", revision=cached["commit"], with_weights=False
-        )
+        repo = f"{cached['owner']}/{cached['name']}"
+        index = hub.download_index(repo, revision=cached["commit"], cache=root.parents[2])
+        found = resolve_source(root)
+        folders = dict.fromkeys(found.components, False)
+        hub.download_snapshot(index, repo, folders, with_weights=False)
     if found is None or folder.name not in found.components:
         return None
     return dataclasses.replace(found, variant=variant[1] if variant else "")

@@ -46,13 +46,19 @@ SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".vocab", ".spm", ".tiktoken"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def download_index(repo: str, *, revision: str | None = None) -> Path:
-    """Download a repository's `model_index.json` and return its path in the client's cache."""
+def download_index(repo: str, *, revision: str | None = None, cache: Path | None = None) -> Path:
+    """Download a repository's `model_index.json` and return its path in the client's cache.
+
+    Args:
+        cache: another folder for the cache, as `from_pretrained(cache_dir=...)` takes it.
+    """
     import huggingface_hub
 
     with _asking(repo, revision):
         index = Path(
-            huggingface_hub.hf_hub_download(repo, filename="model_index.json", revision=revision)
+            huggingface_hub.hf_hub_download(
+                repo, filename="model_index.json", revision=revision, cache_dir=cache
+            )
         )
     _check_files([index], repo)
     return index
@@ -70,7 +76,7 @@ def download_snapshot(
     """Download the files of the given components and return the folder of the repository's snapshot.
 
     Args:
-        index: path of the downloaded `model_index.json`.
+        index: path of the downloaded `model_index.json`, in whose cache the files are put.
         folders: whether each component has weights, by name.
         with_weights: False to download only configurations and tokenizers.
 
@@ -97,6 +103,7 @@ def download_snapshot(
             huggingface_hub.snapshot_download(
                 repo,
                 revision=commit,
+                cache_dir=index.parents[3],
                 allow_patterns=[glob.escape(name) for name in names],
                 tqdm_class=_make_bar_class(progress, before, needed),
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -192,10 +193,26 @@ def _check_weights(folder: Path, source: Source) -> Iterator[SourceProblem]:
         indices = [index for index in indices if _read_variant(index) == variant]
     elif not indices:
         yield _describe_no_weights(folder, source)
+    if files and not indices and (lost := _list_lost_shards([path.name for path in files])):
+        listed, index = list_some(lost, 5), f"The name of {files[0].name}"
+        yield make_problem("no-shards", folder=folder, missing=listed, index=index)
     for path in files:
         yield from check_weight_file(path, "the component")
     for index in indices:
         yield from _check_index(index, {path.name for path in files})
+
+
+def _list_lost_shards(names: list[str]) -> list[str]:
+    """List the shards that are missing by the numbers in the others' names; empty for a single file."""
+    parts = [found for name in names if (found := _SHARD.fullmatch(name))]
+    if len(parts) < len(names):
+        return []
+    begin, _, count, end = parts[0].groups()
+    every = (f"{begin}-{number:05d}-of-{count}{end}" for number in range(1, int(count) + 1))
+    return [name for name in every if name not in names]
+
+
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(.*)")
 
 
 def _read_variant(index: Path) -> str:

@@ -16,6 +16,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -243,12 +244,18 @@ def _looks_like_path(text: str) -> bool:
     return text.startswith((".", "~", "/")) or text.endswith((*WEIGHT_FILES, *hub.PICKLES))
 
 
+_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
+"""Address of a model's page on the Hub, with its id."""
+
+
 def _describe_unknown(text: str) -> SourceError:
-    text = text_of(text)
-    if _looks_like_path(text) or "/" in text or "\\" in text:
+    text, bundled = text_of(text), list_bundled()
+    if page := _PAGE.match(text):
+        near = [page[1]]
+    elif _looks_like_path(text) or "/" in text or "\\" in text:
         return make_source_error("no-path", path=text)
-    bundled = list_bundled()
-    near = difflib.get_close_matches(text, bundled, n=1)
+    else:
+        near = difflib.get_close_matches(text, bundled, n=1)
     remedy = f"Did you mean {near[0]}?" if near else "For example: owner/name or ./folder."
     known = ", ".join(bundled) or "none is installed"
     return make_source_error("unknown", name=text, known=known, remedy=remedy)
@@ -293,10 +300,12 @@ def _is_component(key: str, value: Any) -> bool:
 
 
 def _describe_plain_folder(path: Path) -> SourceError:
-    inner = sorted(index.parent.name for index in path.glob("*/model_index.json"))
+    inner = sorted(path.glob("*/model_index.json")) or sorted(
+        path.glob("snapshots/*/model_index.json"), key=lambda index: -index.lstat().st_mtime
+    )  # of the Hub's cache
     files = sorted(file.name for file in path.glob("*.safetensors"))
     if inner:
-        remedy = f"Did you mean {path / inner[0]}?"
+        remedy = f"Did you mean {inner[0].parent}?"
     elif (path / "config.json").is_file():
         remedy = f"This looks like one component of a pipeline. Did you mean {path.parent}?"
     elif files:
