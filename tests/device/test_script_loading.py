@@ -136,6 +136,27 @@ def test_one_model_of_a_pipeline_gets_a_plan(
 
 
 @pytest.mark.usefixtures("v100")
+def test_a_plan_is_made_from_what_the_script_names(
+    run: Run, save_tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the client's own cache, the model was downloaded twice."""
+    asked = []
+
+    def note(source: str, **named: object) -> None:
+        asked.append(named)
+        raise SourceError("No plan is needed here.")
+
+    monkeypatch.setattr(script_loading, "quantization", note)
+    text = (
+        "import sys, torch\nfrom diffusers import DiffusionPipeline\n"
+        "named = dict(revision='main', cache_dir='models')\n"
+        "DiffusionPipeline.from_pretrained(sys.argv[1], dtype=torch.float16, **named)\n"
+    )
+    run(text, save_tiny("cogview3plus"))
+    assert asked == [{"revision": "main", "variant": None, "cache_dir": "models"}]
+
+
+@pytest.mark.usefixtures("v100")
 @pytest.mark.parametrize("kind", [SourceError, RuntimeError])
 def test_what_cannot_have_a_plan_is_loaded_as_asked(
     run: Run,

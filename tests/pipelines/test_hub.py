@@ -198,6 +198,32 @@ for name in sys.argv[1:]:
 """
 
 
+LOAD_FROM = """
+import torch
+from diffusers import CogVideoXTransformer3DModel, DiffusionPipeline
+import stopdown
+named = {"cache_dir": "models", "dtype": torch.float16}
+config = stopdown.StopdownConfig()
+CogVideoXTransformer3DModel.from_pretrained(
+    "maker/tiny", subfolder="transformer", quantization_config=config, **named
+)
+config = stopdown.quantization("maker/tiny", cache_dir="models")
+DiffusionPipeline.from_pretrained("maker/tiny", quantization_config=config, **named)
+"""
+
+
+@pytest.mark.thorough
+def test_a_cache_that_a_program_names_has_all_of_a_model(hub: HubServer, tmp_path: Path) -> None:
+    """The pipeline around one model came into another cache than its weights, and they were missing."""
+    environment = make_environment(hub.endpoint, tmp_path)
+    run = [sys.executable, "-c", LOAD_FROM]
+    subprocess.run(run, env=environment, cwd=tmp_path, check=True, timeout=120)
+    asked = [path for method, path, _ in hub.requests if method == "GET" and "/resolve/" in path]
+    assert len(asked) == len({*asked}), "each file came once"
+    assert list((tmp_path / "models").glob("models--*"))
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
+
+
 @pytest.fixture(scope="module")
 def published(saved: Path) -> Plan:
     """A plan for the model, as its publisher makes it."""

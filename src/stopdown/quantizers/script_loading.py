@@ -132,8 +132,8 @@ class _Loads:
     def _configure(self, source: Any, options: dict[str, Any], cls: type) -> Any:
         if not issubclass(cls, DiffusionPipeline):
             return StopdownConfig()
-        revision, variant = options.get("revision"), options.get("variant")
-        config = quantization(source, revision=revision, variant=variant)
+        named = {name: options.get(name) for name in ("revision", "variant", "cache_dir")}
+        config = quantization(source, **named)
         for name in {*config.quant_mapping} & {*options}:  # the script's own model, or None
             del config.quant_mapping[name]
         return config
@@ -158,6 +158,7 @@ def quantization(
     guard: bool = False,
     revision: str | None = None,
     variant: str | None = None,
+    cache_dir: str | Path | None = None,
 ) -> Any:
     """Return the `quantization_config` with which Diffusers loads a pipeline in fp16.
 
@@ -175,6 +176,7 @@ def quantization(
         guard: put a guard on each component, as `pipe.transformer.stopdown_guard`.
         revision: branch, tag or commit of a Hub id.
         variant: of the weights, if there are several, such as `"fp16"`.
+        cache_dir: folder of the Hub's files, if you give one to `from_pretrained`.
 
     Raises:
         SourceError: the model is missing, damaged or refused.
@@ -195,7 +197,7 @@ def quantization(
         >>> pipe.unet.dtype
         torch.float16
     """
-    found = resolve_source(source, revision=revision, variant=variant)
+    found = resolve_source(source, revision=revision, variant=variant, cache_dir=cache_dir)
     verify_source(found)
     carried = _list_carried(found) if plan is None else {}
     left = [name for name in list_planned(found) if name not in carried]

@@ -55,6 +55,7 @@ def resolve_source(
     revision: str | None = None,
     config: str | Path | None = None,
     variant: str | None = None,
+    cache_dir: str | Path | None = None,
     progress: Progress | None = None,
     with_weights: bool = True,
 ) -> Source:
@@ -67,6 +68,7 @@ def resolve_source(
         revision: branch, tag or commit of a Hub id.
         config: for a single file, a Diffusers folder or Hub id with its configurations.
         variant: variant of the weights, such as `fp16`.
+        cache_dir: folder of the Hub's files, as for `from_pretrained`; None for the client's own.
         progress: called with the stage (`download`), the item, bytes done and bytes in total (0 if
             unknown).
         with_weights: False to download no weights of a Hub id.
@@ -85,7 +87,8 @@ def resolve_source(
     if not isinstance(source, (str, Path)):
         raise make_source_error("no-name", kind=type(source).__name__)
     refuse_ignored(source, revision, config)
-    found = _resolve(source, revision, variant or "", progress, with_weights)
+    cache = None if cache_dir is None else Path(cache_dir)
+    found = _resolve(source, revision, variant or "", cache, progress, with_weights)
     if found.kind == "file":
         found = replace(found, config=config)
     if variant is None:
@@ -131,6 +134,7 @@ def _resolve(
     source: str | Path,
     revision: str | None,
     variant: str,
+    cache: Path | None,
     progress: Progress | None,
     with_weights: bool,
 ) -> Source:
@@ -145,7 +149,7 @@ def _resolve(
     if os.path.exists(path):
         return _read_file(text, path)
     if isinstance(source, str) and is_hub_id(text):
-        index = hub.download_index(text, revision=revision)
+        index = hub.download_index(text, revision=revision, cache=cache)
         found = replace(_read_folder(text, index.parent, "hub"), variant=variant)
         refuse_problems(text, list(find_refusals(found)))
         if is_complete(found):
