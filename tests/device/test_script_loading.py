@@ -148,12 +148,13 @@ def test_a_plan_is_made_from_what_the_script_names(
 
     monkeypatch.setattr(script_loading, "quantization", note)
     text = (
-        "import sys, torch\nfrom diffusers import DiffusionPipeline\n"
-        "named = dict(revision='main', cache_dir='models')\n"
+        "import sys, torch\nfrom diffusers import AutoencoderKL, DiffusionPipeline\n"
+        "named = dict(cache_dir='models', vae=AutoencoderKL.from_pretrained(sys.argv[1] + '/vae'))\n"
         "DiffusionPipeline.from_pretrained(sys.argv[1], dtype=torch.float16, **named)\n"
     )
     run(text, save_tiny("cogview3plus"))
-    assert asked == [{"revision": "main", "variant": None, "cache_dir": "models"}]
+    expected = {"revision": None, "variant": None, "cache_dir": "models", "leave": ["vae"]}
+    assert asked == [expected]
 
 
 @pytest.mark.usefixtures("v100")

@@ -211,6 +211,35 @@ config = stopdown.quantization("maker/tiny", cache_dir="models")
 DiffusionPipeline.from_pretrained("maker/tiny", quantization_config=config, **named)
 """
 
+LOAD_BESIDE = """
+import sys
+import torch
+from diffusers import AutoencoderKLCogVideoX, DiffusionPipeline
+import stopdown
+own = AutoencoderKLCogVideoX.from_pretrained(sys.argv[1], subfolder="vae", dtype=torch.float16)
+for _ in range(2):
+    config = stopdown.quantization("maker/tiny", leave=["vae"])
+    assert sorted(config.quant_mapping) == ["text_encoder", "transformer"]
+    pipe = DiffusionPipeline.from_pretrained(
+        "maker/tiny", dtype=torch.float16, vae=own, quantization_config=config
+    )
+    assert pipe.vae is own
+    (entry,) = pipe.transformer.hf_quantizer.applied_plan.components
+    assert entry.precision == "fp16"
+"""
+
+
+@pytest.mark.thorough
+def test_a_component_that_a_program_brings_is_not_downloaded(
+    hub: HubServer, saved: Path, tmp_path: Path
+) -> None:
+    """A GGUF transformer beside a pipeline of the Hub had the original's 24 GB come, too."""
+    environment = make_environment(hub.endpoint, tmp_path)
+    run = [sys.executable, "-c", LOAD_BESIDE, str(saved)]
+    subprocess.run(run, env=environment, cwd=tmp_path, check=True, timeout=200)
+    assert "vae/config.json" in hub.downloaded()
+    assert "vae/diffusion_pytorch_model.safetensors" not in hub.downloaded()
+
 
 @pytest.mark.thorough
 def test_a_cache_that_a_program_names_has_all_of_a_model(hub: HubServer, tmp_path: Path) -> None:

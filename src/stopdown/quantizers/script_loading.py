@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,9 @@ from stopdown.records import ComponentPlan, Plan
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.library_messages import quiet_libraries
-from stopdown.sources.source import Source
-from stopdown.sources.source_checks import verify_source
+from stopdown.sources.source import Source, narrow_source
+from stopdown.sources.source_checks import list_absent, verify_source
+from stopdown.sources.source_problems import make_source_error
 from stopdown.sources.sources import resolve_source
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -132,11 +133,11 @@ class _Loads:
     def _configure(self, source: Any, options: dict[str, Any], cls: type) -> Any:
         if not issubclass(cls, DiffusionPipeline):
             return StopdownConfig()
-        named = {name: options.get(name) for name in ("revision", "variant", "cache_dir")}
-        config = quantization(source, **named)
-        for name in {*config.quant_mapping} & {*options}:  # the script's own model, or None
-            del config.quant_mapping[name]
-        return config
+        names = ("revision", "variant", "cache_dir")
+        named: dict[str, Any] = {name: options.get(name) for name in names}
+        known = resolve_source(source, **named, with_weights=False).components
+        own = [name for name in known if name in options]  # the script's own model, or None
+        return quantization(source, **named, leave=own)
 
     def _let_casts_be(self, module: Any) -> None:
         """Let a model ignore casts to 16 bits, with which a script repeats its requested dtype."""
@@ -159,6 +160,7 @@ def quantization(
     revision: str | None = None,
     variant: str | None = None,
     cache_dir: str | Path | None = None,
+    leave: Collection[str] = (),
 ) -> Any:
     """Return the `quantization_config` with which Diffusers loads a pipeline in fp16.
 
@@ -177,6 +179,8 @@ def quantization(
         revision: branch, tag or commit of a Hub id.
         variant: of the weights, if there are several, such as `"fp16"`.
         cache_dir: folder of the Hub's files, if you give one to `from_pretrained`.
+        leave: components that you pass to `from_pretrained` yourself: they are neither downloaded nor
+            planned.
 
     Raises:
         SourceError: the model is missing, damaged or refused.
@@ -197,10 +201,16 @@ def quantization(
         >>> pipe.unet.dtype
         torch.float16
     """
-    found = resolve_source(source, revision=revision, variant=variant, cache_dir=cache_dir)
-    verify_source(found)
-    carried = _list_carried(found) if plan is None else {}
-    left = [name for name in list_planned(found) if name not in carried]
+    named: dict[str, Any] = {"revision": revision, "variant": variant, "cache_dir": cache_dir}
+    found = resolve_source(source, **named, leave=leave if plan is None else ())
+    kept = [name for name in found.components if name not in leave]
+    verify_source(found if plan is not None else narrow_source(found, kept))
+    if absent := list_absent(found):  # how it's called is read from its config, too
+        name = absent[0]
+        class_name = found.components[name][1]
+        raise make_source_error("no-folder", name=name, path=found.path, class_name=class_name)
+    carried = _list_carried(found, leave) if plan is None else {}
+    left = [name for name in list_planned(found) if name not in {*carried, *leave}]
     entries = list[ComponentPlan]()
     with quiet_libraries():
         if plan is not None:
@@ -208,9 +218,10 @@ def quantization(
             check_source(taken, found)
             entries = list(taken.components)
         elif left:
-            taken = find_or_certify(found, choose_device("auto"), only=left if carried else ())
+            only = left if carried or leave else ()
+            taken = find_or_certify(found, choose_device("auto"), only=only)
             entries = list(taken.components)
-    entries = [_split_held(found, entry) for entry in entries]
+    entries = [_split_held(found, entry) for entry in entries if entry.component not in leave]
     mapping = {
         entry.component: StopdownConfig(
             dataclasses.replace(taken, components=(entry,)), guard=guard, component=entry.component
@@ -238,13 +249,14 @@ def _split_held(source: Source, entry: ComponentPlan) -> ComponentPlan:
     return ComponentPlan(entry.component, str(config["_class_name"]), "", "fp32", reasons=(reason,))
 
 
-def _list_carried(source: Source) -> dict[str, StopdownConfig]:
+def _list_carried(source: Source, leave: Collection[str]) -> dict[str, StopdownConfig]:
     """Return the configs of the components that were saved with their plans (component → config)."""
     if source.kind == "file":
         return {}
     found = {
         name: read_description(source.path / name / "config.json").get("quantization_config")
         for name in list_planned(source)
+        if name not in leave
     }
     return {
         name: StopdownConfig(**method)

@@ -194,8 +194,8 @@ def _check_weights(folder: Path, source: Source) -> Iterator[SourceProblem]:
     elif not indices:
         yield _describe_no_weights(folder, source)
     if files and not indices and (lost := _list_lost_shards([path.name for path in files])):
-        listed, index = list_some(lost, 5), f"The name of {files[0].name}"
-        yield make_problem("no-shards", folder=folder, missing=listed, index=index)
+        named = f"The name of {files[0].name}"
+        yield make_problem("no-shards", folder=folder, missing=list_some(lost, 5), index=named)
     for path in files:
         yield from check_weight_file(path, "the component")
     for index in indices:

@@ -18,6 +18,7 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -34,11 +35,12 @@ from stopdown.sources.headers import (
     read_samples,
 )
 from stopdown.sources.hub import Progress
-from stopdown.sources.source import PYTHON_NAME, Source, list_weight_files
+from stopdown.sources.source import PYTHON_NAME, Source, list_weight_files, narrow_source
 from stopdown.sources.source_checks import (
     check_weight_file,
     find_damages,
     find_refusals,
+    list_absent,
     read_header_tensors,
 )
 from stopdown.sources.source_problems import (
@@ -56,6 +58,7 @@ def resolve_source(
     config: str | Path | None = None,
     variant: str | None = None,
     cache_dir: str | Path | None = None,
+    leave: Collection[str] = (),
     progress: Progress | None = None,
     with_weights: bool = True,
 ) -> Source:
@@ -69,6 +72,7 @@ def resolve_source(
         config: for a single file, a Diffusers folder or Hub id with its configurations.
         variant: variant of the weights, such as `fp16`.
         cache_dir: folder of the Hub's files, as for `from_pretrained`; None for the client's own.
+        leave: components of a Hub id whose weights aren't downloaded.
         progress: called with the stage (`download`), the item, bytes done and bytes in total (0 if
             unknown).
         with_weights: False to download no weights of a Hub id.
@@ -88,7 +92,7 @@ def resolve_source(
         raise make_source_error("no-name", kind=type(source).__name__)
     refuse_ignored(source, revision, config)
     cache = None if cache_dir is None else Path(cache_dir)
-    found = _resolve(source, revision, variant or "", cache, progress, with_weights)
+    found = _resolve(source, revision, variant or "", cache, leave, progress, with_weights)
     if found.kind == "file":
         found = replace(found, config=config)
     if variant is None:
@@ -135,6 +139,7 @@ def _resolve(
     revision: str | None,
     variant: str,
     cache: Path | None,
+    leave: Collection[str],
     progress: Progress | None,
     with_weights: bool,
 ) -> Source:
@@ -152,12 +157,14 @@ def _resolve(
         index = hub.download_index(text, revision=revision, cache=cache)
         found = replace(_read_folder(text, index.parent, "hub"), variant=variant)
         refuse_problems(text, list(find_refusals(found)))
-        if is_complete(found):
+        folders = {name: has and name not in leave for name, has in _list_folders(found).items()}
+        wanted = narrow_source(found, [name for name in found.components if name not in leave])
+        if not list_absent(found) and is_complete(wanted):
             return found  # in the cache already, at this commit
         hub.download_snapshot(
             index,
             text,
-            _list_folders(found),
+            folders,
             variant=variant,
             with_weights=with_weights,
             progress=progress,
