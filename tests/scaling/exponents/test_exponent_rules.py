@@ -592,8 +592,22 @@ class Mixed(nn.Module):
         _write_integers,
         _write_mean,
         lambda large, x: torch.diff(large, dim=1, prepend=x[:, :1]),
+        lambda large, x: large + 1e4 * (x > 0).sum(-1, keepdim=True, dtype=torch.float32),
+        lambda large, x: large + INTEGERS.cumsum(0, dtype=torch.float32),
     ],
-    ids=["where", "maximum", "masked_fill", "copy", "stack", "cat", "integers", "mean", "diff"],
+    ids=[
+        "where",
+        "maximum",
+        "masked_fill",
+        "copy",
+        "stack",
+        "cat",
+        "integers",
+        "mean",
+        "diff",
+        "sum",
+        "cumsum",
+    ],
 )
 def test_what_cannot_be_scaled_among_what_can_is_left_as_it_is(
     mix: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],

@@ -135,10 +135,12 @@ _PLACES = ("condition", "index", "indices", "mask")
 def equate_with_first(op: PlacedOperation) -> None:
     """Give the result the scale exponent of the first floating input, as for views and other homogeneous
     functions.
+
+    It is 0 without such an input, as for a sum of integers in a floating dtype.
     """
     floats = op.floats()
-    if is_float(op.node) and floats:
-        op.system.equate(op.out, op.of(floats[0]))
+    if is_float(op.node):
+        op.system.equate(op.out, op.of(floats[0]) if floats else ZERO)
     elif floats and _dtype(op.node) is not torch.bool:
         op.pin()
 
