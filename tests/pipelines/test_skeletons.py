@@ -16,6 +16,7 @@ from stopdown.fake_tensors.fake_modules import build_fake, find_mode
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.scaling.graph.capture import capture_call
 from stopdown.sources.sources import resolve_source
+from stopdown.testing import make_pipeline
 
 SaveTiny = Callable[..., Path]
 
@@ -129,3 +130,14 @@ def test_a_class_that_reads_a_table_is_built_without_memory() -> None:
     assert {x.dtype for x in tensors} == {torch.float16}
     assert module.twin.weight is module.linear.weight
     assert "table" not in module.state_dict()
+
+
+def test_the_pipelines_that_a_pipeline_runs_are_copied_with_it() -> None:
+    """A combined pipeline's prior ran with real weights in a dry run, and wasn't counted."""
+    pipe = make_pipeline("sd")
+    pipe.prior_pipe = type(pipe)(**pipe.components)
+    skeleton = copy_skeleton(pipe)
+    assert skeleton.prior_pipe.unet is skeleton.unet
+    assert all(isinstance(x, FakeTensor) for x in skeleton.prior_pipe.unet.parameters())
+    assert pipe.prior_pipe.unet is pipe.unet
+    assert skeleton.prior_pipe.scheduler is not pipe.prior_pipe.scheduler

@@ -71,11 +71,20 @@ def copy_skeleton(pipe: Any, torch_dtypes: Mapping[str, torch.dtype] | None = No
         torch_dtypes: dtypes in which components are treated as loaded, by name; parameters of others keep
             their dtypes.
     """
-    skeleton, memo = copy.copy(pipe), _Memo()
+    return _copy_pipe(pipe, _Memo(), torch_dtypes or {})
+
+
+def _copy_pipe(pipe: Any, memo: _Memo, torch_dtypes: Mapping[str, torch.dtype]) -> Any:
+    """Copy a live pipeline, and the pipelines that it runs, as Kandinsky's combined ones do."""
+    skeleton = copy.copy(pipe)
     for name, module in find_components(pipe).items():
-        dtype = (torch_dtypes or {}).get(name)
         plain = getattr(module, "_orig_mod", module)  # of torch.compile
-        vars(skeleton)[name] = _copy_module(plain, memo, dtype)
+        if id(plain) not in memo.copies:
+            _copy_module(plain, memo, torch_dtypes.get(name))
+        vars(skeleton)[name] = memo.copies[id(plain)]
+    for name, part in vars(pipe).items():
+        if isinstance(getattr(part, "components", None), Mapping):
+            vars(skeleton)[name] = _copy_pipe(part, memo, {})
     vars(skeleton)["scheduler"] = copy.deepcopy(getattr(pipe, "scheduler", None))
     if "_internal_dict" in vars(pipe):
         vars(skeleton)["_internal_dict"] = copy.copy(vars(pipe)["_internal_dict"])
