@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stopdown.app.display import Display
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.devices.device_choice import choose_device
 from stopdown.errors import StopdownError
+from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.forecast import Fit
 from stopdown.memory.smaller_requests import Size, find_largest_size, list_smaller
 from stopdown.memory.strategies import Prediction, Strategy
@@ -98,16 +100,54 @@ def generate_small(
 
 def test_pictures_that_are_made_at_a_time_are_bounded_together() -> None:
     """Four of a prompt take four times the activations of one, which were taken for those of one."""
-    loaded: Any = SimpleNamespace(pipe=make_pipeline("sd"), decisions=())
+    decisions = (SimpleNamespace(precision="fp16"),)
+    loaded: Any = SimpleNamespace(pipe=make_pipeline("sd"), decisions=decisions)
     sizes, cpu = {"height": 64, "width": 64}, choose_device("cpu")
 
     def bound(**arguments: Any) -> int:
         request = Request("a", **sizes, arguments=arguments)
         return memory_limits._bound_run(loaded, request, cpu)
 
-    more = 3 * 64 * 64 * memory_limits.DECODED_BYTES
+    more = 3 * 64 * 64 * memory_limits.DECODED_VALUES * 2
     assert bound(num_images_per_prompt=4) - bound() == more
     assert bound(prompt=["a", "b"], num_images_per_prompt=2) - bound() == more
+    loaded.decisions = (*decisions, SimpleNamespace(precision="fp32"))
+    assert bound(num_images_per_prompt=4) - bound() == 2 * more
+
+
+DECODERS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "AutoencoderKL": (
+        {
+            "block_out_channels": (128, 256, 512, 512),
+            "down_block_types": ("DownEncoderBlock2D",) * 4,
+            "up_block_types": ("UpDecoderBlock2D",) * 4,
+            "layers_per_block": 2,
+        },
+        (1, 4, 32, 32),
+    ),
+    "AutoencoderKLQwenImage": ({}, (1, 16, 1, 32, 32)),
+}
+
+
+@pytest.mark.parametrize("name", list(DECODERS))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_decoder_at_full_size_stays_below_its_bound(name: str, dtype: torch.dtype) -> None:
+    """Activations of 128 channels, in 16 bits and in fp32, which were bounded as if they had 16 bits."""
+    import diffusers
+
+    config, shape = DECODERS[name]
+    kind, before = getattr(diffusers, name), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with FakeTensorMode(), torch.no_grad():
+            vae, tracker = kind(**config).eval(), StorageTracker()
+            tracker.ignore(vae.parameters())
+            with tracker:
+                picture = vae.decode(torch.empty(shape)).sample
+    finally:
+        torch.set_default_dtype(before)
+    pixels = picture.shape[-1] * picture.shape[-2]
+    assert tracker.peak_bytes <= pixels * memory_limits.DECODED_VALUES * dtype.itemsize
 
 
 @pytest.mark.thorough

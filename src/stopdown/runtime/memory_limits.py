@@ -22,7 +22,7 @@ from stopdown.memory.caching_allocator import find_workspace
 from stopdown.memory.forecast import Fit, count_disk, keep_tiling
 from stopdown.memory.offloader import make_offloader, predict_run
 from stopdown.memory.smaller_calls import CHUNKS_DIFFER
-from stopdown.number_formats import format_bytes, parse_bytes
+from stopdown.number_formats import FORMATS, format_bytes, parse_bytes
 from stopdown.pipelines.allowed_sizes import find_own_sides
 from stopdown.pipelines.loader import move_program
 from stopdown.pipelines.requests import Request, build_arguments, find_frames, find_steps
@@ -153,8 +153,8 @@ def _say(loaded: AppliedPlan, **said: Any) -> AppliedPlan:
 def _bound_run(loaded: AppliedPlan, request: Request, device: Device) -> int:
     """Return an upper bound of a run's memory in bytes, with all weights on the device.
 
-    Activations are bounded by those of a decoder with `DECODED_BYTES` for each pixel, plus whole score
-    matrices if no attention kernel avoids them.
+    Activations are bounded by those of a decoder with `DECODED_VALUES` for each pixel, in the widest of the
+    run's formats, plus whole score matrices if no attention kernel avoids them.
     """
     pipe, arguments = loaded.pipe, build_arguments(loaded.pipe, request)
     taken = inspect.signature(type(pipe).__call__).parameters
@@ -170,11 +170,15 @@ def _bound_run(loaded: AppliedPlan, request: Request, device: Device) -> int:
     formats = {decision.precision for decision in loaded.decisions}
     has_scores = not has_fused_attention(describe_device(device), formats)
     scores = SCORE_BYTES * (pixels // PIXELS_A_TOKEN) ** 2 if has_scores else 0
-    return weights + pixels * DECODED_BYTES + scores + MARGIN_BYTES
+    width = max((FORMATS[name].torch_dtype.itemsize for name in formats), default=4)
+    return weights + pixels * DECODED_VALUES * width + scores + MARGIN_BYTES
 
 
-DECODED_BYTES = 2048
-"""Bytes for each pixel while it is decoded: 128 channels in 16 bits, eight activations alive at a time."""
+DECODED_VALUES = 2048
+"""Values for each pixel while it is decoded: 128 channels, sixteen activations alive at a time.
+
+In dry runs of Diffusers' decoders at full size, Stable Diffusion and Flux have 768 of them, CogVideoX
+1350 and Qwen-Image 1731 (2026-11-30)."""
 
 PIXELS_A_TOKEN = 256
 """Pixels for each token: compression by 8 on each side and patches of 2 × 2, the least of all models."""
