@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import stopdown
+from models import pipeline_calls
 from stopdown.devices.device_choice import choose_device
 from stopdown.devices.format_support import probe_formats
 from stopdown.errors import OutputError, StopdownWarning
@@ -167,6 +168,7 @@ def test_weights_of_inference_mode_are_changed_where_they_wait(tmp_path: Path) -
         assert torch.equal(module.weight, torch.full((4, 4), 2.0))
 
 
+@pytest.mark.usefixtures("each_device")
 def test_weights_that_wait_in_their_file_go_back_there(
     save_tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -178,11 +180,13 @@ def test_weights_that_wait_in_their_file_go_back_there(
     unet = load_plan(source, dataclasses.replace(decisions, memory=MemoryPlan()), cpu).pipe.unet
     right = load_plan(source, decisions, cpu).pipe.unet
     for _ in range(2):
-        store = WeightStore("cpu", tmp_path)
+        store = WeightStore(pipeline_calls.where, tmp_path)
         for weight, wanted in zip(unet.parameters(), right.parameters(), strict=True):
             store.store(weight)
             store.load(weight)
-            assert torch.equal(weight, wanted)
+            assert torch.equal(weight.cpu(), wanted)
         store.close()
         assert {x.untyped_storage().nbytes() for x in unet.parameters()} == {0}
+        assert {x.device.type for x in unet.parameters()} == {"cpu"}
+        assert all("whose values are stored elsewhere" in repr(x) for x in unet.parameters())
         assert list(tmp_path.iterdir()) == []

@@ -28,7 +28,6 @@ from stopdown.mapped_weights import (
     mark_as_waiting,
     put_,
     remove_left,
-    wait_,
 )
 from stopdown.memory.strategies import Placement
 from stopdown.scaling import ComponentCall, StoredWeight
@@ -232,11 +231,14 @@ class WeightStore(SameInCopies):
     def _bring_home(
         self, tensor: torch.Tensor, kept: StoredWeight | None, home: torch.device
     ) -> None:
+        if kept is not None and kept is find_stored(tensor):  # it stays in its file
+            if tensor.device != home:
+                tensor.data = torch.empty_like(tensor.data, device=home)
+                self.drop(tensor)
+            return
         mark_as_waiting(tensor, waits=False)
         if kept is None:
             tensor.data = tensor.data.to(home)
-        elif kept is find_stored(tensor):
-            wait_(tensor, kept)
         elif tensor.is_contiguous():
             tensor.data = kept.read(home)
         else:  # its strides come back, too
