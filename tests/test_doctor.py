@@ -210,6 +210,29 @@ def test_switches_are_shown_where_they_lower_precision() -> None:
     assert read_switches(["cpu"]) == []
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="older torch lacks it"
+)
+@pytest.mark.filterwarnings("ignore:Please use the new API")
+def test_switches_are_read_however_they_were_set() -> None:
+    """Once `fp32_precision` was set, torch refuses to tell the older switches, which ended in its error."""
+    places = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+    names = {
+        "torch.backends.cuda.matmul.fp32_precision",
+        "torch.backends.cudnn.conv.fp32_precision",
+    }
+    before = [place.fp32_precision for place in places]
+    try:
+        for value, shown in (("tf32", names), ("ieee", set())):
+            for place in places:
+                place.fp32_precision = value
+            found = {switch.name for switch in read_switches(["cuda"])}
+            assert {name for name in found if name.endswith("fp32_precision")} == shown
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.fp32_precision = value
+
+
 def test_faults_of_old_versions_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.9.0 on a CUDA profile: its 3D convolutions are named, with remedy and source."""
     versions = {"torch": "2.9.0+cu128"}

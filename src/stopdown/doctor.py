@@ -300,17 +300,24 @@ def attend_with(kernel: str, x: torch.Tensor) -> torch.Tensor:
 
 def read_switches(kinds: Iterable[str]) -> list[Switch]:
     """List torch settings whose current values lower the precision of sums or products."""
-    import torch
-
     found = []
     for kind in kinds:
         for row in (row for row in read_rules("switches")["switch"] if row["backend"] == kind):
-            value: Any = torch
-            for part in row["path"].split("."):
-                value = getattr(value, part, None)  # some are absent in older torch
+            values = ((path, _read_setting(path)) for path in row["paths"])
+            path, value = next((x for x in values if x[1] is not None), ("", None))
             if value is not None and str(value) not in row["safe"]:
-                found.append(Switch(f"torch.{row['path']}", str(value), row["meaning"]))
+                found.append(Switch(f"torch.{path}", str(value), row["meaning"]))
     return found
+
+
+def _read_setting(path: str) -> Any:
+    """Return the value of a torch setting by its dotted path; None if it's absent, as in older torch."""
+    import torch
+
+    value: Any = torch
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return value
 
 
 def _list_faults(places: Iterable[tuple[str, str | None]]) -> tuple[str, ...]:
