@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from stopdown.devices import environment
 from stopdown.devices.device_choice import Device
 from stopdown.devices.device_memory import (
     describing_out_of_memory,
     find_device_bytes,
     find_host_bytes,
 )
+from stopdown.devices.environment import list_memory_limits, read_system_file
 from stopdown.errors import StopdownError
 from stopdown.records import MemoryPlan
 from stopdown.runtime.memory_limits import count_limit
@@ -40,6 +42,40 @@ def test_a_container_has_less_than_its_machine(
     assert find_host_bytes(tmp_path) == 2700
     most.write_text("max")
     assert find_host_bytes(tmp_path) > 2700
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "names"),
+    [
+        ("0::/slurm/job_7/step_0", ".", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "4:cpu,memory:/slurm/job_7/step_0",
+            "memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_a_job_of_a_cluster_has_less_than_its_machine(
+    line: str,
+    folder: str,
+    names: tuple[str, str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its limit is that of a control group around its own, of which only a container's root was read."""
+    job = tmp_path / folder / "slurm" / "job_7"
+    job.mkdir(parents=True)
+    for name, text in zip(names[:2], ("5000", "3000"), strict=True):
+        (job / name).write_text(text)
+    (job / "memory.stat").write_text(f"anon 1000\n{names[2]} 700\n")
+    (tmp_path / folder / "slurm" / names[0]).write_text("9223372036854771712")
+
+    def read(path: str) -> str:
+        return line if path == "/proc/self/cgroup" else read_system_file(path)
+
+    monkeypatch.setattr(environment, "read_system_file", read)
+    assert find_host_bytes(tmp_path) == 2700
+    assert 5000 in [limit for _, limit in list_memory_limits(tmp_path)]
 
 
 @pytest.mark.parametrize(

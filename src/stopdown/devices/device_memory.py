@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stopdown.devices.device_choice import Device
+from stopdown.devices.environment import list_memory_limits
 from stopdown.errors import StopdownError, take_one_line
 from stopdown.out_of_memory import is_out_of_memory
 
@@ -23,12 +24,9 @@ def free_memory() -> None:
         torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
 
 
-_CGROUPS = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-)
-"""Files of control groups version 2 and 1 with the limit and the use of memory, and the field of
-`memory.stat` for the page cache that can be dropped."""
+_USES = (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file"))
+"""Files of control groups version 2 and 1 with the use of memory, and the field of `memory.stat` for the
+page cache that can be dropped."""
 
 
 HOST_SHARE = 0.7
@@ -36,17 +34,20 @@ HOST_SHARE = 0.7
 
 
 def find_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the free host memory of this process in bytes: the machine's, or its container's if lower."""
+    """Return the free host memory of this process in bytes: the machine's, or that of its container or
+    control group if lower.
+    """
     import psutil
 
     free = int(psutil.virtual_memory().available)
-    for limit, used, files in _CGROUPS:
-        try:
-            most, taken = (int((root / name).read_text()) for name in (limit, used))
-            stat = (root / limit).with_name("memory.stat").read_text().split()
-        except (OSError, ValueError):  # another version, or no limit ("max")
-            continue
-        free = min(free, max(0, most - taken + int(stat[stat.index(files) + 1])))
+    for folder, most in list_memory_limits(root):
+        for used, files in _USES:
+            try:
+                taken = int((folder / used).read_text())
+                stat = (folder / "memory.stat").read_text().split()
+            except OSError:  # another version
+                continue
+            free = min(free, max(0, most - taken + int(stat[stat.index(files) + 1])))
     return free
 
 

@@ -189,12 +189,33 @@ def read_cpu_model() -> str:
 
 
 def read_memory_bytes() -> int:
-    """Return the memory of the machine in bytes, or the container's limit if that is lower."""
+    """Return the memory of the machine in bytes, or the limit of this process's control groups if lower."""
     import psutil
 
-    limit = read_system_file("/sys/fs/cgroup/memory.max").strip()
     total = int(psutil.virtual_memory().total)
-    return min(total, int(limit)) if limit.isdigit() else total
+    return min([total, *(limit for _, limit in list_memory_limits())])
+
+
+def list_memory_limits(root: Path = Path("/sys/fs/cgroup")) -> list[tuple[Path, int]]:
+    """List the memory limits of this process in bytes, each with the folder of its control group.
+
+    A container sees its group at the root. A cluster's job and a service are in a group below it, whose
+    parents may have limits, too.
+    """
+    folders = [root, root / "memory"]  # of version 2 and 1
+    for line in read_system_file("/proc/self/cgroup").splitlines():
+        _, kinds, path = line.split(":", 2)
+        if not kinds or "memory" in kinds.split(","):
+            top, own = root / ("memory" if kinds else ""), Path(path.lstrip("/"))
+            folders += [top / x for x in (own, *own.parents)]
+    found = []
+    for folder in dict.fromkeys(folders):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limit = read_system_file(str(folder / name)).strip()
+            found += (
+                [(folder, int(limit))] if limit.isdigit() else []
+            )  # else "max", or another version
+    return found
 
 
 def read_system_file(path: str) -> str:
