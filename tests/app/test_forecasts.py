@@ -19,7 +19,9 @@ from stopdown.memory import caching_allocator
 from stopdown.memory.caching_allocator import WORKSPACE_BYTES
 from stopdown.memory.forecast import Fit
 from stopdown.memory.strategies import Prediction, Strategy
+from stopdown.number_formats import format_bytes
 from stopdown.records import ComponentPlan, MemoryForecast, Plan
+from stopdown.runtime import memory_limits
 from stopdown.testing import save_pipeline
 
 
@@ -171,6 +173,17 @@ def test_a_limit_above_the_device_is_the_device(folder: Path) -> None:
     assert len(said) == 1
 
 
+def test_a_forecast_for_a_device_of_this_machine_is_that_of_a_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes by what is free, as a run does, and not by all memory; its command names the device."""
+    monkeypatch.setattr(memory_limits, "find_host_bytes", lambda: 2**30)
+    made = forecast(folder, device="cpu", memory="auto", steps=1)
+    assert made.limit_bytes == 2**30
+    assert made.command == f"stopdown generate {folder} PROMPT --device cpu --steps 1"
+    assert "--device" not in forecast(folder, steps=1).command  # a V100 that isn't here
+
+
 @pytest.mark.thorough
 def test_where_all_fits_nothing_smaller_is_predicted(folder: Path) -> None:
     """The answer is the one of the whole table; with --json there is the table, and so if it is tight."""
@@ -199,6 +212,8 @@ def test_what_does_not_fit_names_the_nearest_that_does(folder: Path) -> None:
     assert made.answer.startswith(
         "No, it doesn't fit. The smallest strategy, block+tiling in fp16 with a plan, needs "
     )
+    # it needs what the limit is, so the share that it may take has to be named
+    assert f" but it may take 95 % of {format_bytes(made.limit_bytes)}." in made.answer
     assert made.answer.endswith(f" The nearest size that fits is {made.reduced.made}.")
     height, width = made.reduced.made.split("x")
     assert f" --height {height} --width {width} " in f"{made.command} "

@@ -20,12 +20,12 @@ from stopdown.app.flags import FitRunOptions, ModelOptions, SourceArgument
 from stopdown.app.forecasts import fit_source
 from stopdown.app.request_options import find_named_source, read_request
 from stopdown.devices.device_memory import HOST_SHARE, find_host_bytes
-from stopdown.devices.device_profiles import Profile, find_device_target
+from stopdown.devices.device_profiles import find_device_target, is_profile
 from stopdown.errors import OptionError
 from stopdown.number_formats import format_bytes, parse_bytes
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import find_plan_path
-from stopdown.records import MemoryForecast, MemoryRow
+from stopdown.records import MemoryForecast, MemoryPlan, MemoryRow
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +53,12 @@ class FitOptions(FitRunOptions, ModelOptions):
     ] = None
     memory: Annotated[
         str,
-        typer.Option(help="Device memory, such as 15GiB; auto is all of the device's memory."),
+        typer.Option(
+            help=(
+                "Device memory, such as 15GiB; auto is what is free now, or all memory of a device that "
+                "isn't in this machine."
+            )
+        ),
     ] = "auto"
     host_memory: Annotated[
         str,
@@ -98,29 +103,40 @@ def fit(options: FitOptions, display: Display) -> MemoryForecast:
     load_libraries(display)
     from stopdown.pipelines.loader import complete_source
 
-    limit = _read_limit(options.memory, find_device_target(options.device or "auto")[1], display)
+    limit = _read_limit(options.memory, options.device or "auto", display)
     source = complete_source(found)
     made = fit_source(options, source, read, display, limit, host_limit, plan)
     return dataclasses.replace(made, elapsed_s=round(time.perf_counter() - begun, 3))
 
 
-def _read_limit(text: str, profile: Profile, display: Display) -> int:
-    """Return the memory limit of a run in bytes: the given amount, but no more than the device has."""
+def _read_limit(text: str, name: str, display: Display) -> int:
+    """Return the memory limit of a run in bytes: the given amount, but no more than the device has.
+
+    A device of this machine has what a run would find free.
+
+    Args:
+        name: of the device or profile.
+    """
+    from stopdown.runtime.memory_limits import count_limit
+
+    device, profile = find_device_target(name)
+    is_here = not is_profile(name)
+    there = count_limit(MemoryPlan("auto"), device) if is_here else profile.memory_bytes
     if text != "auto":
-        given, there = parse_bytes(text), profile.memory_bytes
+        given = parse_bytes(text)
         if profile.kind == "cpu" or not there or given <= there:
             return given
         display.announce(
-            f"{profile.title} has {format_bytes(there)}, less than the {format_bytes(given)} of --memory, "
-            "so that is the limit."
+            f"{profile.title} has {format_bytes(there)}{' free' * is_here}, less than the "
+            f"{format_bytes(given)} of --memory, so that is the limit."
         )
         return there
-    if not profile.memory_bytes:
+    if not there:
         raise OptionError(
             f"Stopdown doesn't know how much memory {profile.title} has.",
             remedy="Give the amount, such as --memory 8GiB.",
         )
-    return profile.memory_bytes
+    return there
 
 
 def print_fit(made: MemoryForecast, console: Console, *, verbose: bool = False) -> None:

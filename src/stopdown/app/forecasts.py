@@ -168,11 +168,13 @@ def _answer(
 
 def _refuse(made: MemoryForecast, tried: Sequence[Fit]) -> str:
     """Return the answer for a run that does not fit, with the nearest size that does."""
+    from stopdown.memory.forecast import USABLE_SHARE
+
     way, least = _find_smallest(tried)
     no = (
         f"No, it doesn't fit. The smallest strategy, {least.strategy.name} in "
-        f"{way.chosen}, needs {format_bytes(least.needed_bytes)}, but the limit is "
-        f"{format_bytes(made.limit_bytes)}."
+        f"{way.chosen}, needs {format_bytes(least.needed_bytes)}, but it may take "
+        f"{100 * USABLE_SHARE:.0f} % of {format_bytes(made.limit_bytes)}."
     )
     if made.reduced is None:
         return f"{no} Stopdown also tried smaller pictures and fewer frames, but none of them fit."
@@ -185,7 +187,12 @@ def _name_command(
     """Return the `stopdown generate` command of the forecast run; missing inputs are in capitals."""
     asked: dict[str, Any] = {name: sizes.get(name) for name in _SIZES}
     names = {entry.name for entry in dataclasses.fields(options)}
-    left_out = {"device": None, "host_memory": "auto", "prompt": None}
+    device = getattr(options, "device", None)
+    left_out = {
+        "device": None if device in (None, "auto") or is_profile(device) else device,
+        "host_memory": "auto",
+        "prompt": None,
+    }
     is_limit = options.memory not in (None, "auto", "none")
     own = dataclasses.replace(
         options,
