@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -201,14 +202,19 @@ def _prepare(
 ) -> dict[str, Any]:
     """Return the arguments with only as many steps as listeners need, and with a new generator.
 
-    A pipeline that takes no number of steps, such as HeliosPyramid with its stages, makes all of them.
+    A pipeline that takes no number of steps, such as HeliosPyramid with its stages, makes all of them. One
+    that begins with a picture makes a share of its steps, the strength.
     """
     prepared, name = dict(arguments), "num_inference_steps"
     most = [listener.most_steps for listener in listeners]
-    if name not in inspect.signature(type(skeleton).__call__).parameters:
+    taken = inspect.signature(type(skeleton).__call__).parameters
+    if name not in taken:
         prepared.pop(name, None)
     elif most and None not in most:
         steps = max(x for x in most if x is not None)
+        share = prepared.get("strength", getattr(taken.get("strength"), "default", 1.0))
+        if isinstance(share, (int, float)) and 0 < share < 1:
+            steps = math.ceil(steps / share)
         prepared[name] = min(steps, arguments.get(name) or steps)
     if isinstance(prepared.get("generator"), torch.Generator):
         prepared["generator"] = torch.Generator().manual_seed(0)
