@@ -4,8 +4,11 @@ The narrow CogVideoX has CogVideoX-5B's layers at an eighth of their width and r
 are checkpoints at their full size. Each plan is made in a fresh process, without a plan that was kept, in
 turns; processor seconds are those of that process and of those that it starts. Beside the narrow one stands
 what Diffusers takes to import, load the pipeline and make its first step in bf16, at the plan's sizes.
+With one thread all is planned in one process; with more, a second one may plan the smaller components,
+and captures and bounds are those of the first.
 
     python benchmarks/run.py planning_time ead08c38 --repeats 1
+    python benchmarks/planning_time.py ead08c38 --threads 2
     python benchmarks/planning_time.py ead08c38 --models SVD-XT
 """
 
@@ -69,7 +72,7 @@ def write_folder(folder: Path) -> None:
     pipe.save_pretrained(folder)
 
 
-def plan_once(folder: str) -> dict[str, Any]:
+def plan_once(folder: str, threads: int) -> dict[str, Any]:
     """Make the plan in this process; return what it took, and its captures."""
     import torch
 
@@ -92,7 +95,7 @@ def plan_once(folder: str) -> dict[str, Any]:
     export = timed("captures", capture._ShadowCall.export)
     capture._ShadowCall.export = export  # type: ignore[method-assign]
     certificate.bound_call = timed("bounds", certificate.bound_call)
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     wall, processor = time.perf_counter(), _measure_processor()
     plan = make_plan(folder)
     scalings = {x.component: x.in_force for x in plan.components}
@@ -121,21 +124,21 @@ def _measure_processor() -> float:
     return sum(x.ru_utime + x.ru_stime for x in used)
 
 
-def step_once(folder: str) -> dict[str, Any]:
-    """Load the pipeline with Diffusers in this process and make one step; return processor seconds."""
-    begun = time.process_time()
+def step_once(folder: str, threads: int) -> dict[str, Any]:
+    """Load the pipeline with Diffusers in this process and make one step; return seconds by the clock."""
+    begun = time.perf_counter()
     import diffusers
     import torch
 
-    torch.set_num_threads(1)
-    imported = time.process_time()
+    torch.set_num_threads(threads)
+    imported = time.perf_counter()
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
-    loaded = time.process_time()
+    loaded = time.perf_counter()
     pipe("a red circle", num_inference_steps=1, output_type="latent", guidance_scale=1.0)
     return {
         "imports_s": round(imported - begun, 1),
         "load_s": round(loaded - imported, 1),
-        "first_step_s": round(time.process_time() - loaded, 1),
+        "first_step_s": round(time.perf_counter() - loaded, 1),
     }
 
 
@@ -149,7 +152,7 @@ def extract(commit: str, folder: Path) -> Path:
     return folder / "src"
 
 
-def collect(name: str, commit: str, repeats: int) -> dict[str, list[dict[str, Any]]]:
+def collect(name: str, commit: str, repeats: int, threads: int) -> dict[str, list[dict[str, Any]]]:
     """Run each way on a model, in turns."""
     with tempfile.TemporaryDirectory() as folder:
         ways = {commit: extract(commit, Path(folder, "before")), "now": ROOT / "src"}
@@ -163,7 +166,14 @@ def collect(name: str, commit: str, repeats: int) -> dict[str, list[dict[str, An
         for way in turns:
             with tempfile.TemporaryDirectory() as cache:
                 what = "--step" if way == "Diffusers" else "--once"
-                command = [sys.executable, __file__, what, f"{folder}/model"]
+                command = [
+                    sys.executable,
+                    __file__,
+                    what,
+                    f"{folder}/model",
+                    "--threads",
+                    f"{threads}",
+                ]
                 env = {**os.environ, "STOPDOWN_CACHE": cache, "HF_HUB_OFFLINE": "1"}
                 env["PYTHONPATH"] = str(ways.get(way, ROOT / "src"))
                 done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -172,6 +182,10 @@ def collect(name: str, commit: str, repeats: int) -> dict[str, list[dict[str, An
             runs[way].append(json.loads(done.stdout.splitlines()[-1]))
             print(name, way, json.dumps(runs[way][-1]), flush=True)
     return runs
+
+
+def _name(model: str, threads: int) -> str:
+    return model if threads == 1 else f"{model}, {threads} threads"
 
 
 def summarise(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -199,9 +213,11 @@ def main() -> None:
         "--step", metavar="FOLDER", help="load and step with Diffusers in this process"
     )
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     if options.once or options.step:
-        made = plan_once(options.once) if options.once else step_once(options.step)
+        run = plan_once if options.once else step_once
+        made = run(options.once or options.step, options.threads)
         print(json.dumps(made))
         return
     if options.commit is None:
@@ -210,13 +226,12 @@ def main() -> None:
 
     path = RESULTS / "planning_time.json"
     for name in options.models:
-        row = summarise(collect(name, options.commit, options.repeats))
+        row = summarise(collect(name, options.commit, options.repeats, options.threads))
         stored = json.loads(path.read_text()).get("rows", {}) if path.exists() else {}
         report = {
             "command": f"python benchmarks/planning_time.py {options.commit} --repeats {options.repeats}",
             "machine": describe_machine(),
-            "threads": 1,
-            "rows": {**stored, name: row},
+            "rows": {**stored, _name(name, options.threads): row},
         }
         path.write_text(json.dumps(report, indent=1) + "\n")
 

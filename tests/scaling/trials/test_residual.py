@@ -20,7 +20,8 @@ from stopdown.module_calls.callee import Callee
 from stopdown.module_calls.mixed_dtypes import NO_OPERANDS
 from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.scaling.folding.folds import cast_
-from stopdown.scaling.graph.capture import capture_call
+from stopdown.scaling.graph.capture import capture_call, module_path
+from stopdown.scaling.graph.nodes import is_kind
 from stopdown.scaling.rescale import rescale_
 from stopdown.scaling.trials import call_search, measurement, residual
 from stopdown.scaling.trials.call_search import plan_stream
@@ -372,3 +373,26 @@ def test_a_stream_that_cannot_be_asked_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(measurement, "capture_call", refuse)
     with pytest.raises(ScalingError, match="it can't be captured"):
         plan_stream(module, [call], Captures())
+
+
+def test_a_stream_is_no_rewriting_of_the_graph_without_it() -> None:
+    """T5's norms cast their result to their input's dtype: the graph in fp16 holds fp16, whatever comes.
+
+    So each call is captured with and without its stream. Casts put into the first graph would leave the
+    stream in fp16 behind every norm.
+    """
+    module, calls = make_example("T5")
+    call, captures = calls[0], Captures()
+    stream = plan_stream(module, [call], captures)
+    plain, streamed = captures.take(call, None), captures.take(call, stream)
+    assert len(_list_halving_casts(plain)) > 0 == len(_list_halving_casts(streamed))
+
+
+def _list_halving_casts(capture: Any) -> list[str]:
+    """The modules in which the code of a layer norm casts to fp16."""
+    return [
+        path
+        for node in capture.graph.graph.nodes
+        if is_kind(node, "cast") and node.meta["val"].dtype == torch.float16
+        if (path := module_path(node)).endswith("layer_norm")
+    ]
