@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest import mock
 
+import safetensors.torch
 import torch
+from safetensors.torch import save_file
 from torch.utils._device import _device_constructors
 
 from stopdown.component_calls.pipeline_interception import redirect_devices
 from stopdown.interception.patches import Patches
+from stopdown.testing import make_pipeline
 
 
 def test_a_default_device_works_after_a_redirection() -> None:
@@ -34,3 +38,25 @@ def test_what_goes_elsewhere_is_left_alone() -> None:
         assert torch.nn.Linear(1, 1).to(torch.float16).weight.dtype == torch.float16
         assert torch.ones(1).to("cpu", torch.float64, copy=True).dtype == torch.float64
     assert said == []
+
+
+def test_files_and_models_that_are_loaded_onto_cuda_are_redirected(tmp_path: Path) -> None:
+    """`load_file(path, device="cuda")` and a model's `device_map` ended in errors."""
+    from diffusers import AutoencoderKL
+    from transformers import CLIPTextModel
+
+    pipe = make_pipeline("sd")
+    path, said = tmp_path / "weights.safetensors", list[str]()
+    save_file({"weight": torch.ones(2)}, path)
+    pipe.vae.save_pretrained(tmp_path / "vae")
+    pipe.text_encoder.save_pretrained(tmp_path / "text_encoder")
+    with Patches() as patches:
+        redirect_devices("cpu", said.append, patches)
+        assert safetensors.torch.load_file(path, device="cuda")["weight"].device.type == "cpu"
+        with safetensors.safe_open(path, "pt", device="cuda:0") as file:
+            assert file.get_tensor("weight").device.type == "cpu"
+        for kind, name in ((AutoencoderKL, "vae"), (CLIPTextModel, "text_encoder")):
+            made = kind.from_pretrained(tmp_path / name, device_map="cuda")
+            assert made.device.type == "cpu"
+    assert "The script requests a device_map; --device overrides it." in said
+    assert len(said) == 3

@@ -13,8 +13,10 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch.utils._device import DeviceContext, _device_constructors
 
@@ -137,13 +139,20 @@ def redirect_devices(target: str, announce: Callable[[str], None], patches: Patc
 
     for owner, name in _list_device_takers():
         _redirect_call(owner, name, redirect, patches)
+    for owner, name in ((safetensors, "safe_open"), (safetensors.torch, "load_file")):
+        _redirect_call(owner, name, lambda value: _name_device(redirect(value)), patches)
     for owner in (torch.nn.Module, torch.Tensor):
         patches.set_class_attribute(owner, "cuda", lambda self, *_, **__: self.to(redirect("cuda")))
     patches.set_attribute(torch, "Generator", _make_generator(redirect))
     if target == "cpu":
         for name in _OFFLOADS:
             _leave_out(name, say_once, patches)
-    _drop_device_map(say_once, patches)
+    _drop_device_map(target, say_once, patches)
+
+
+def _name_device(value: Any) -> Any:
+    """Return a device's name, as safetensors takes it; other values as they are."""
+    return str(value) if isinstance(value, torch.device) else value
 
 
 def stop_without_kernels(patches: Patches) -> None:
@@ -225,15 +234,30 @@ def _leave_out(name: str, say: Callable[[str], None], patches: Patches) -> None:
     patches.set_class_attribute(DiffusionPipeline, name, leave_out)
 
 
-def _drop_device_map(say: Callable[[str], None], patches: Patches) -> None:
-    from diffusers import DiffusionPipeline
+def _drop_device_map(target: str, say: Callable[[str], None], patches: Patches) -> None:
+    """Have pipelines and models that a script loads with a `device_map` put on the target as a whole."""
+    from diffusers import DiffusionPipeline, ModelMixin
 
-    original = vars(DiffusionPipeline)["from_pretrained"].__func__
+    owners: list[Any] = [DiffusionPipeline, ModelMixin]
+    if find_spec("transformers") is not None:
+        from transformers import PreTrainedModel
 
-    @functools.wraps(original)
+        owners.append(PreTrainedModel)
+    for owner in owners:
+        original = vars(owner)["from_pretrained"].__func__
+        load = classmethod(functools.wraps(original)(_load_on(target, original, say)))
+        patches.set_class_attribute(owner, "from_pretrained", load)
+
+
+def _load_on(
+    target: str, original: Callable[..., Any], say: Callable[[str], None]
+) -> Callable[..., Any]:
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.pop("device_map", None) is not None:
+        is_mapped = kwargs.pop("device_map", None) is not None
+        made = original(cls, *args, **kwargs)
+        if is_mapped:
             say("The script requests a device_map; --device overrides it.")
-        return original(cls, *args, **kwargs)
+            (made[0] if isinstance(made, tuple) else made).to(target)
+        return made
 
-    patches.set_class_attribute(DiffusionPipeline, "from_pretrained", classmethod(from_pretrained))
+    return from_pretrained
