@@ -342,6 +342,36 @@ def test_a_lora_of_another_rank_is_swapped_in(find_scaling: Any, tmp_path: Path)
         assert torch.equal(call(pipe, arguments), call(original, arguments))
 
 
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.*'one' isn't covered by:stopdown.errors.StopdownWarning")
+@pytest.mark.parametrize("is_offloaded_before", [False, True])
+def test_a_lora_of_an_offloaded_pipeline(is_offloaded_before: bool, tmp_path: Path) -> None:
+    """Under `enable_sequential_cpu_offload` each call ended in a raw error, or the LoRA was unscaled."""
+    from accelerate import cpu_offload
+
+    original, pipe = make_family("flux"), make_family("flux")
+    tensors = name_lora(draw_lora(original, "flux"), "diffusers", "flux")
+    bare = torch.as_tensor(call_pipeline(original, "flux"))
+    load_lora(original, tensors, tmp_path, "one")
+    wanted = torch.as_tensor(call_pipeline(original, "flux"))
+    guarded = stopdown.fp16(pipe)
+
+    def offload() -> None:
+        for module in filter(lambda x: isinstance(x, torch.nn.Module), pipe.components.values()):
+            cpu_offload(module, torch.device("cpu"), offload_buffers=bool(module._parameters))
+
+    pipe.enable_sequential_cpu_offload = offload  # which wants an accelerator: the same hooks
+    if is_offloaded_before:
+        offload()
+    load_lora(pipe, tensors, tmp_path, "one")
+    if not is_offloaded_before:
+        offload()
+    for _ in range(2):
+        found = torch.as_tensor(call_pipeline(pipe, "flux"))
+        assert relative_l2(found, wanted) < 0.3 * relative_l2(bare, wanted)
+    guarded.remove()
+
+
 @pytest.mark.filterwarnings("ignore:.*was called with:stopdown.errors.StopdownWarning")
 def test_another_lora_takes_the_place_of_a_planned_one(tmp_path: Path) -> None:
     """The guard takes the exponents off; the plan's check refused the call as if they were there."""

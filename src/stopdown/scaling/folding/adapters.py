@@ -541,7 +541,7 @@ def measure_growth(module: torch.nn.Module, name: str) -> tuple[float, str]:
     """Return by how many bits an adapter can lengthen a layer's output at most, and the path of that layer.
 
     A layer's growth is the log2 of `1 + s |B A| / |W|` in largest singular values. Headroom below that
-    is at risk.
+    is at risk. It's 0 for layers whose weights are offloaded.
 
     Args:
         name: name of the adapter.
@@ -564,7 +564,10 @@ def _measure_layer(layer: Any, name: str) -> float:
         return 0.0
     if (followed := _find_followed(layer)) is not None:
         followed.follow()
-    delta, weight = layer.get_delta_weight(name), layer.get_base_layer().weight
+    weight = layer.get_base_layer().weight
+    if not all(map(has_values, (weight, *find_role_tensors(layer, name).values()))):
+        return 0.0  # offloaded by Accelerate
+    delta = layer.get_delta_weight(name)
     added, held = (estimate_sigma(x.detach().flatten(1)) for x in (delta, weight))
     return math.log2(1 + added / held) if held > 0 else math.inf if added else 0.0
 
