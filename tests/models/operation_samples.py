@@ -8,6 +8,7 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,38 @@ def draw_samples(name: str, most: int) -> Iterator[Sample]:
                 yield traced
             if found == most:
                 return
+
+
+def draw_integer_samples(name: str, most: int) -> Iterator[Sample]:
+    """Calls in which integers or booleans stand for one floating tensor, or for all of them."""
+    for info in find_infos()[name]:
+        if torch.float32 not in info.supported_dtypes("cpu"):
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of layouts in beta
+            drawn = list(itertools.islice(draw_arguments(info), most))
+        for sample in drawn:
+            leaves, spec = pytree.tree_flatten(((sample.input, *sample.args), dict(sample.kwargs)))
+            for changed, more in _list_integer_arguments(leaves):
+                (first, *rest), named = pytree.tree_unflatten(changed, spec)
+                given = SimpleNamespace(input=first, args=rest, kwargs={**named, **more})
+                traced = trace(info.op, given)
+                if traced and any(operation(n) == name for n in traced.graph.graph.nodes):
+                    yield traced
+
+
+def _list_integer_arguments(leaves: list[Any]) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """Arguments with integers in place of floating tensors, and further ones by name."""
+    floats = {
+        number: torch.round(3 * x).long()
+        for number, x in enumerate(leaves)
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.layout is torch.strided
+    }
+    for number, whole in floats.items():
+        for one in (whole, whole > 0):
+            yield [one if i == number else x for i, x in enumerate(leaves)], {}
+    for more in ({}, {"dtype": torch.float32}):
+        yield [floats.get(i, x) for i, x in enumerate(leaves)], dict(more)
 
 
 def draw_arguments(info: Any) -> Iterator[Any]:

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from models.operation_samples import Sample, draw_samples, list_known
+from models.operation_samples import Sample, draw_integer_samples, draw_samples, list_known
 from stopdown import operations
 from stopdown.operations import read_operations
 from stopdown.scaling.bounds.known_values import InputLimits
@@ -202,6 +202,14 @@ def test_exponents_are_exact(name: str) -> None:
 def test_bounds_are_sound(name: str) -> None:
     """No value exceeds the bound of its operation, by element or by row."""
     assert [x for sample in read_samples(name, 1) for x in find_exceeded(sample)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_integers_keep_their_scale(name: str) -> None:
+    """With integers or booleans in place of floats, which nothing scales, results are exact as well."""
+    drawn = draw_integer_samples(name, 3)
+    assert [x for sample in drawn for x in find_inexact(sample, 0)] == []
 
 
 @pytest.mark.slow
