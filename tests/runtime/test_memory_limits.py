@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stopdown.app.display import Display
@@ -159,6 +160,29 @@ def test_what_fits_at_no_strategy_is_refused(folder: Path, tmp_path: Path) -> No
     assert str(caught.value).startswith(
         "No strategy stays within 500 KiB on cpu in fp32: the smallest"
     )
+
+
+@pytest.mark.thorough
+def test_what_has_no_dry_run_is_bounded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HiDream's code reads values as NumPy: a run within a limit was refused, whatever the limit."""
+    forward = UNet2DConditionModel.forward
+
+    def read(module: Any, sample: torch.Tensor, *given: Any, **more: Any) -> Any:
+        sample.cpu().numpy()
+        return forward(module, sample, *given, **more)
+
+    generate_small(folder, tmp_path / "a.png", "none")
+    monkeypatch.setattr(UNet2DConditionModel, "forward", read)
+    heard = Heard()
+    record = generate_small(folder, tmp_path / "b.png", "2GiB", heard)
+    assert record.memory.strategy == "component"
+    assert record.memory.peak_bytes <= 2**31
+    assert any("its memory isn't forecast, but bounded" in text for text in heard.texts)
+    assert (tmp_path / "b.png").read_bytes() == (tmp_path / "a.png").read_bytes()
+    with pytest.raises(StopdownError, match=r"\.numpy\(\)"):
+        generate_small(folder, tmp_path / "c.png", "200MiB")
 
 
 @pytest.mark.thorough

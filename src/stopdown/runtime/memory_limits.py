@@ -16,12 +16,14 @@ from stopdown.devices.device_choice import Device
 from stopdown.devices.device_memory import HOST_SHARE, find_device_bytes, find_host_bytes
 from stopdown.devices.device_profiles import describe_device
 from stopdown.doctor import has_fused_attention
+from stopdown.errors import CaptureError
 from stopdown.mapped_weights import find_disk_folder
 from stopdown.memory import speed as speeds
 from stopdown.memory.caching_allocator import find_workspace
-from stopdown.memory.forecast import Fit, count_disk, keep_tiling
+from stopdown.memory.forecast import Fit, choose_prediction, count_disk, keep_tiling
 from stopdown.memory.offloader import make_offloader, predict_run
 from stopdown.memory.smaller_calls import CHUNKS_DIFFER
+from stopdown.memory.strategies import Placement, Prediction, Strategy
 from stopdown.number_formats import FORMATS, format_bytes, parse_bytes
 from stopdown.pipelines.allowed_sizes import find_own_sides
 from stopdown.pipelines.loader import move_program
@@ -110,7 +112,13 @@ def fit_run(
                 peak_bytes=bound,
                 reason=reason,
             )
-    fit = _predict_loaded(loaded, request, device)
+    try:
+        fit = _predict_loaded(loaded, request, device)
+    except CaptureError as error:
+        fit = _bound_placements(loaded, request, device, tiling=bool(tiling))
+        if choose_prediction(fit, limit_bytes) is None:
+            raise
+        announce(f"{error.what} So its memory isn't forecast, but bounded.")
     if tiling is not None:
         fit = keep_tiling(fit, tiling)
     stored_bytes = max(one.stored_bytes for one in fit.predictions)
@@ -151,7 +159,30 @@ def _say(loaded: AppliedPlan, **said: Any) -> AppliedPlan:
 
 
 def _bound_run(loaded: AppliedPlan, request: Request, device: Device) -> int:
-    """Return an upper bound of a run's memory in bytes, with all weights on the device.
+    """Return an upper bound of a run's memory in bytes, with all weights on the device."""
+    return sum(_list_weight_bytes(loaded)) + _bound_values(loaded, request, device)
+
+
+def _bound_placements(
+    loaded: AppliedPlan, request: Request, device: Device, *, tiling: bool
+) -> Fit:
+    """Bound the memory of a run that can't be predicted, with the weights of one component or block on
+    the device.
+    """
+    weights = _list_weight_bytes(loaded)
+    peak = max(weights, default=0) + _bound_values(loaded, request, device)
+    placements: tuple[Placement, ...] = ("component", "block")
+    strategies = [Strategy(placement, tiling) for placement in placements]
+    return Fit(tuple(Prediction(x, peak, "", sum(weights), sum(weights)) for x in strategies))
+
+
+def _list_weight_bytes(loaded: AppliedPlan) -> list[int]:
+    modules = find_components(loaded.pipe).values()
+    return [sum(x.nbytes for x in module.parameters()) for module in modules]
+
+
+def _bound_values(loaded: AppliedPlan, request: Request, device: Device) -> int:
+    """Return an upper bound of the bytes that a run needs beside its weights.
 
     Activations are bounded by those of a decoder with `DECODED_VALUES` for each pixel, in the widest of the
     run's formats, plus whole score matrices if no attention kernel avoids them.
@@ -165,13 +196,11 @@ def _bound_run(loaded: AppliedPlan, request: Request, device: Device) -> int:
         found = arguments.get(name) or (default if isinstance(default, int) else side)
         sides.append(int(found))
     pixels = count_results(type(pipe), arguments) * find_frames(pipe, arguments) * math.prod(sides)
-    modules = find_components(pipe).values()
-    weights = sum(x.nbytes for module in modules for x in module.parameters())
     formats = {decision.precision for decision in loaded.decisions}
     has_scores = not has_fused_attention(describe_device(device), formats)
     scores = SCORE_BYTES * (pixels // PIXELS_A_TOKEN) ** 2 if has_scores else 0
     width = max((FORMATS[name].torch_dtype.itemsize for name in formats), default=4)
-    return weights + pixels * DECODED_VALUES * width + scores + MARGIN_BYTES
+    return pixels * DECODED_VALUES * width + scores + MARGIN_BYTES
 
 
 DECODED_VALUES = 2048
