@@ -47,7 +47,8 @@ def find_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
                 stat = (folder / "memory.stat").read_text().split()
             except OSError:  # another version
                 continue
-            free = min(free, max(0, most - taken + int(stat[stat.index(files) + 1])))
+            dropped = int(stat[stat.index(files) + 1]) if files in stat else 0
+            free = min(free, max(0, most - taken + dropped))
     return free
 
 
