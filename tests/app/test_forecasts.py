@@ -213,7 +213,7 @@ def test_what_does_not_fit_names_the_nearest_that_does(folder: Path) -> None:
         "No, it doesn't fit. The smallest strategy, block+tiling in fp16 with a plan, needs "
     )
     # it needs what the limit is, so the share that it may take has to be named
-    assert f" but it may take 95 % of {format_bytes(made.limit_bytes)}." in made.answer
+    assert f" and at most 95 % of {format_bytes(made.limit_bytes)} may be used." in made.answer
     assert made.answer.endswith(f" The nearest size that fits is {made.reduced.made}.")
     height, width = made.reduced.made.split("x")
     assert f" --height {height} --width {width} " in f"{made.command} "

@@ -173,8 +173,8 @@ def _refuse(made: MemoryForecast, tried: Sequence[Fit]) -> str:
     way, least = _find_smallest(tried)
     no = (
         f"No, it doesn't fit. The smallest strategy, {least.strategy.name} in "
-        f"{way.chosen}, needs {format_bytes(least.needed_bytes)}, but it may take "
-        f"{100 * USABLE_SHARE:.0f} % of {format_bytes(made.limit_bytes)}."
+        f"{way.chosen}, needs {format_bytes(least.needed_bytes)}, and at most "
+        f"{100 * USABLE_SHARE:.0f} % of {format_bytes(made.limit_bytes)} may be used."
     )
     if made.reduced is None:
         return f"{no} Stopdown also tried smaller pictures and fewer frames, but none of them fit."

@@ -118,7 +118,7 @@ def fit_run(
         fit = _bound_placements(loaded, request, device, tiling=bool(tiling))
         if choose_prediction(fit, limit_bytes) is None:
             raise
-        announce(f"{error.what} So its memory isn't forecast, but bounded.")
+        announce(f"{error.what} Its memory can't be forecast, so an upper bound is used.")
     if tiling is not None:
         fit = keep_tiling(fit, tiling)
     stored_bytes = max(one.stored_bytes for one in fit.predictions)
