@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +108,40 @@ def test_threads_of_a_process_that_ended_are_taken(
         assert torch.get_num_threads() == 1
         beside._process.wait(timeout=60)
         assert len(load("weight")) == 2
+
+
+def _wait_for(source: Source, *, shares: bool) -> int | None:
+    """Have a second process plan the autoencoder; return its exit status, None if it waits for ever."""
+    with certifier.Certifier(source, ["vae"], "fp32", shares=shares) as beside:
+        waiting = threading.Thread(target=beside.wait, args=(None,), daemon=True)
+        waiting.start()
+        waiting.join(timeout=120)
+        return beside._process.poll()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_component_without_the_wanted_variant_is_planned(
+    save_tiny: Any, several: None, tmp_path: Path, shares: bool
+) -> None:
+    """The process waited for a variant that never came, and the other one for the process."""
+    folder = shutil.copytree(save_tiny("sd"), tmp_path / "sd")
+    weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.rename(weights.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    assert _wait_for(resolve_source(folder, variant="fp16"), shares=shares) == 0
+
+
+@pytest.mark.thorough
+def test_a_model_in_a_cache_of_a_program_is_planned_there(
+    save_tiny: Any, several: None, tmp_path: Path
+) -> None:
+    """The process looked for it in the Hub client's own cache."""
+    folder = tmp_path / "models--maker--tiny" / "snapshots" / f"{1:040x}"
+    shutil.copytree(save_tiny("sd"), folder)
+    source = dataclasses.replace(
+        resolve_source(folder), name="maker/tiny", kind="hub", revision=folder.name
+    )
+    assert _wait_for(source, shares=True) == 0
 
 
 def test_a_task_may_be_longer_than_an_argument(

@@ -25,24 +25,24 @@ def test_components_are_certified_and_kept(
 ) -> None:
     """Progress is on standard output, line by line; the plan is read by whoever certifies next."""
     monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
-    monkeypatch.setattr(certifier_process, "_threads", [1])
+    monkeypatch.setattr(certifier_process, "_threads", [2])
     folder, before = save_tiny("sd"), torch.get_num_threads()
     source = resolve_source(folder)
     task: dict[str, Any] = {
-        "source": str(folder), "revision": None, "variant": None,
+        "source": str(folder), "revision": None, "variant": None, "cache_dir": None,
         "pipeline_class": source.pipeline_class, "scheduler": source.scheduler,
         "components": ["text_encoder", "safety_checker"],
-        "residual": "native", "threads": 0,
+        "residual": "native", "threads": 0, "downloads": False,
     }  # fmt: skip
     try:
         certify_components(task)
+        assert torch.get_num_threads() == 2  # as the parent sent
     finally:
         torch.set_num_threads(before)
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert told
     assert all(len(line) == 4 for line in told)
     assert {what for _, what, _, _ in told} == {"text_encoder"}
-    assert certifier_process._threads == []  # what the parent sent was taken
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("It is certified again.")

@@ -39,7 +39,8 @@ class Certifier:
         source: a folder or Hub id, with its pipeline class.
         components: names in the order in which they are planned; if empty, no process is started.
         residual: as for `certify_plan`.
-        shares: whether this process computes as well, so that each gets half of the threads.
+        shares: whether this process computes as well, so that each gets half of the threads. Else it
+            downloads the weights.
     """
 
     def __init__(
@@ -52,11 +53,13 @@ class Certifier:
             "source": source.name if is_on_hub else str(source.path.absolute()),
             "revision": source.revision if is_on_hub else None,
             "variant": source.variant or None,
+            "cache_dir": str(source.path.parents[2]) if is_on_hub else None,
             "pipeline_class": source.pipeline_class,
             "scheduler": source.scheduler,
             "components": list(components),
             "residual": residual,
             "threads": self._given,
+            "downloads": not shares,
         }
         self._process: subprocess.Popen[str] | None = None
         self._told: tuple[Any, ...] = ()

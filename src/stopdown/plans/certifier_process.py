@@ -21,18 +21,23 @@ PATIENCE_S = 0.5
 """Seconds between checks for files that are still being downloaded."""
 
 _threads = list[int]()
-"""The new number of threads that this process may use, once the parent has sent it; else empty."""
+"""The new number of threads that this process may use, once the parent waits for it; else empty."""
 
 
 def certify_components(task: dict[str, Any]) -> None:
     """Plan and cache each component of a model as soon as its files are downloaded.
 
     Args:
-        task: what `Certifier` sends as JSON: source, components, residual and threads.
+        task: what `Certifier` sends as JSON: source, components, residual, threads, and whether files
+            are being downloaded.
     """
     torch.set_num_threads(max(1, task["threads"]))
     source = resolve_source(
-        task["source"], revision=task["revision"], variant=task["variant"], with_weights=False
+        task["source"],
+        revision=task["revision"],
+        variant=task["variant"],
+        cache_dir=task["cache_dir"],
+        with_weights=False,
     )
     source = dataclasses.replace(
         source, pipeline_class=task["pipeline_class"], scheduler=task["scheduler"]
@@ -40,7 +45,8 @@ def certify_components(task: dict[str, Any]) -> None:
     calls, _ = list_source_calls(source)
     waiting = [name for name in task["components"] if name in calls]
     while waiting:
-        whole = [x for x in waiting if is_complete(narrow_source(source, (x,)))]
+        is_all_here = not task["downloads"] or bool(_threads)
+        whole = [x for x in waiting if is_all_here or is_complete(narrow_source(source, (x,)))]
         for component in whole:
             scope = Scope((component,), calls, keeps=True)
             certify_plan(source, residual=task["residual"], progress=_tell, scope=scope)
@@ -51,7 +57,7 @@ def certify_components(task: dict[str, Any]) -> None:
 
 def _tell(stage: str, what: str, done: int, total: int) -> None:
     if _threads:
-        torch.set_num_threads(_threads.pop())
+        torch.set_num_threads(_threads[0])
     sys.stdout.write(f"{json.dumps([stage, what, done, total])}\n")
     sys.stdout.flush()
 
