@@ -78,8 +78,9 @@ class Mixed(nn.Module):
         (lambda large: torch.fill(large, large.amax()), True),
         (lambda large: large.scatter(1, torch.zeros_like(large, dtype=torch.long), large), False),
         (lambda large: large.norm(dim=-1, keepdim=True), False),
+        (lambda large: 0 * torch.full_like(large, large.reshape(-1).nonzero().shape[0]), True),
     ],
-    ids=["fill", "scatter", "norm"],
+    ids=["fill", "scatter", "norm", "size"],
 )
 def test_what_is_scaled_as_its_inputs_is_written(
     mix: Callable[[torch.Tensor], torch.Tensor], covers: bool, tmp_path: Path

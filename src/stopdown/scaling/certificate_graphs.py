@@ -692,9 +692,11 @@ class _Exporter:
 
     def _export_fill(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         number = next(given[x] for x in ("fill_value", "value", "s") if x in given)
-        if isinstance(number, Node):
-            return {"rule": "spread", "from": [self._need(number, node)]}
-        return self._filled(read_magnitude(node, number))
+        if not isinstance(number, Node):
+            return self._filled(read_magnitude(node, number))
+        if not isinstance(number.meta.get("val"), torch.Tensor):  # a size that depends on data
+            raise _NoRule
+        return {"rule": "spread", "from": [self._need(number, node)]}
 
     def _export_copied(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         name = self._need(node.args[1], node)
