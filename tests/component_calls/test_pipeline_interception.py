@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import pytest
 import safetensors.torch
 import torch
 from safetensors.torch import save_file
@@ -60,3 +62,17 @@ def test_files_and_models_that_are_loaded_onto_cuda_are_redirected(tmp_path: Pat
             assert made.device.type == "cpu"
     assert "The script requests a device_map; --device overrides it." in said
     assert len(said) == 3
+
+
+@pytest.mark.parametrize("device_map", ["cpu", {"": torch.device("cpu")}])
+def test_a_model_that_is_loaded_onto_the_host_stays_there(device_map: Any, tmp_path: Path) -> None:
+    """A text encoder that a script runs on the host was moved to the device, and its inputs were not."""
+    from transformers import CLIPTextModel
+
+    make_pipeline("sd").text_encoder.save_pretrained(tmp_path)
+    said = list[str]()
+    with Patches() as patches:
+        redirect_devices("meta", said.append, patches)
+        made = CLIPTextModel.from_pretrained(tmp_path, device_map=device_map)
+    assert made.device.type == "cpu"
+    assert said == []

@@ -253,7 +253,11 @@ def _load_on(
     target: str, original: Callable[..., Any], say: Callable[[str], None]
 ) -> Callable[..., Any]:
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
-        is_mapped = kwargs.pop("device_map", None) is not None
+        device_map = kwargs.get("device_map")
+        places = device_map.values() if isinstance(device_map, dict) else (device_map,)
+        is_mapped = any(str(x) not in ("None", "cpu") for x in places)
+        if is_mapped:
+            del kwargs["device_map"]
         made = original(cls, *args, **kwargs)
         if is_mapped:
             say("The script requests a device_map; --device overrides it.")
