@@ -23,6 +23,7 @@ from stopdown.pipelines.requests import (
     Request,
     Stage,
     build_arguments,
+    check_request,
     describe_unused_negative,
     explain_stop,
     find_frames,
@@ -257,6 +258,16 @@ def test_masks_and_control_pictures_have_the_size_asked_for() -> None:
     own = dataclasses.replace(request, arguments={"mask_image": "mine", "prompt": "b"})
     arguments = build_arguments(kind(), own)
     assert (arguments["mask_image"], arguments["prompt"]) == ("mine", "b")
+
+
+def test_a_mask_of_booleans_is_white_where_it_is_true() -> None:
+    """It was refused by `compare`, and so were pictures of other kinds, which stay so."""
+    kind, mask = make_signature("SomePipeline", **INPAINT), PICTURE[..., 0] > 127
+    request = check_request("compare", Request("a", image=PICTURE, mask=mask))
+    assert request is not None
+    assert build_arguments(kind(), request)["mask_image"].getextrema() == (255, 255)
+    with pytest.raises(OptionError, match=r"image=...\)\) was given an array of bool"):
+        check_request("compare", Request("a", image=mask))
 
 
 @pytest.mark.parametrize(

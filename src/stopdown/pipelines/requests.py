@@ -105,7 +105,7 @@ class Request:
         negative: what the output should not show.
         image: picture to start from, `[H, W, 3]` uint8.
         video: video to start from, `[T, H, W, 3]` uint8.
-        mask: `[H, W]` or `[H, W, 3]` uint8; white areas are replaced.
+        mask: `[H, W]` uint8 or bool, or `[H, W, 3]` uint8; white (true) areas are replaced.
         control_image: picture that a ControlNet follows, `[H, W, 3]` uint8.
         strength: how much of the starting picture is changed, above 0 and up to 1.
         frames: number of frames of the output.
@@ -236,19 +236,25 @@ def check_request(function: str, given: Request | None) -> Request | None:
             f"Give {words}, or leave `{name}` out.",
         )
     for name in MEDIA:
-        _check_pixels(f"{function}(request=Request({name}=...))", getattr(given, name))
+        place = f"{function}(request=Request({name}=...))"
+        _check_pixels(place, getattr(given, name), is_mask=name == "mask")
     check_values(vars(given))
     return given
 
 
-def _check_pixels(place: str, value: Any) -> None:
-    """Refuse a picture, mask or video that isn't an array of uint8, such as a path or a PIL image."""
+def _check_pixels(place: str, value: Any, *, is_mask: bool) -> None:
+    """Refuse a picture, mask or video that isn't an array of uint8, such as a path or a PIL image.
+
+    A mask without colours may be an array of bool.
+    """
     import numpy as np
 
     expected = "It is an array of uint8: a picture is [H, W, 3], and a video [T, H, W, 3]."
     remedy = 'Use numpy.asarray(PIL.Image.open("picture.png").convert("RGB")).'
     check_type(place, value, (np.ndarray, type(None)), expected, remedy)
-    if value is not None and value.dtype != np.uint8:
+    if value is None or (is_mask and value.dtype == np.bool_ and value.ndim == 2):
+        return
+    if value.dtype != np.uint8:
         raise OptionError(
             f"{place} was given an array of {value.dtype}.", expected=expected, remedy=remedy
         )
