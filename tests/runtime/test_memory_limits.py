@@ -16,7 +16,7 @@ from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.devices.device_choice import choose_device
 from stopdown.errors import StopdownError
 from stopdown.memory.allocation_tracker import StorageTracker
-from stopdown.memory.forecast import Fit
+from stopdown.memory.forecast import USABLE_SHARE, Fit
 from stopdown.memory.smaller_requests import Size, find_largest_size, list_smaller
 from stopdown.memory.strategies import Prediction, Strategy
 from stopdown.pipelines.allowed_sizes import Grid
@@ -177,10 +177,15 @@ def test_what_has_no_dry_run_is_bounded(
     monkeypatch.setattr(UNet2DConditionModel, "forward", read)
     heard = Heard()
     record = generate_small(folder, tmp_path / "b.png", "2GiB", heard)
-    assert record.memory.strategy == "component"
-    assert record.memory.peak_bytes <= 2**31
+    assert record.memory.strategy == "resident"
+    most = record.memory.peak_bytes
+    assert most <= 2**31
     assert any("Its memory can't be forecast" in text for text in heard.texts)
-    assert (tmp_path / "b.png").read_bytes() == (tmp_path / "a.png").read_bytes()
+    limit = f"{int((most - 1) / USABLE_SHARE)}B"
+    smaller = generate_small(folder, tmp_path / "smaller.png", limit).memory
+    assert (smaller.strategy, smaller.peak_bytes < most) == ("component", True)
+    for name in ("b.png", "smaller.png"):
+        assert (tmp_path / name).read_bytes() == (tmp_path / "a.png").read_bytes()
     with pytest.raises(StopdownError, match=r"\.numpy\(\)"):
         generate_small(folder, tmp_path / "c.png", "200MiB")
 

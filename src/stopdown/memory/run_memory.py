@@ -131,9 +131,7 @@ def listen_to_run(
     listener = listener or MemoryListener()
     try:
         with Patches() as patches:
-            for part in find_components(
-                pipe
-            ).values():  # a cast reads weights, but not their values
+            for part in find_components(pipe).values():  # casts need no values of weights
                 patches.set_attribute(part, "to", functools.partial(listener.run_unseen, part.to))
             dry_run(pipe, arguments, [listener], answers)
     except ComponentFailed as failed:

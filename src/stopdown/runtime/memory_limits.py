@@ -23,7 +23,7 @@ from stopdown.memory.caching_allocator import find_workspace
 from stopdown.memory.forecast import Fit, choose_prediction, count_disk, keep_tiling
 from stopdown.memory.offloader import make_offloader, predict_run
 from stopdown.memory.smaller_calls import CHUNKS_DIFFER
-from stopdown.memory.strategies import Placement, Prediction, Strategy
+from stopdown.memory.strategies import Prediction, Strategy
 from stopdown.number_formats import FORMATS, format_bytes, parse_bytes
 from stopdown.pipelines.allowed_sizes import find_own_sides
 from stopdown.pipelines.loader import move_program
@@ -166,14 +166,18 @@ def _bound_run(loaded: AppliedPlan, request: Request, device: Device) -> int:
 def _bound_placements(
     loaded: AppliedPlan, request: Request, device: Device, *, tiling: bool
 ) -> Fit:
-    """Bound the memory of a run that can't be predicted, with the weights of one component or block on
+    """Bound the memory of a run that can't be predicted, with the weights of all components or of one on
     the device.
     """
-    weights = _list_weight_bytes(loaded)
-    peak = max(weights, default=0) + _bound_values(loaded, request, device)
-    placements: tuple[Placement, ...] = ("component", "block")
-    strategies = [Strategy(placement, tiling) for placement in placements]
-    return Fit(tuple(Prediction(x, peak, "", sum(weights), sum(weights)) for x in strategies))
+    weights, values = _list_weight_bytes(loaded), _bound_values(loaded, request, device)
+    whole, largest = sum(weights), max(weights, default=0)
+    resident, single = Strategy("resident", tiling), Strategy("component", tiling)
+    return Fit(
+        (
+            Prediction(resident, whole + values, "", whole, 0),
+            Prediction(single, largest + values, "", whole, whole),
+        )
+    )
 
 
 def _list_weight_bytes(loaded: AppliedPlan) -> list[int]:
