@@ -42,7 +42,7 @@ def test_a_size_that_does_not_fit_is_refused_with_one_that_does(save_tiny: SaveT
 def test_each_command_refuses_a_size_that_does_not_fit(
     command: str, run: Any, save_tiny: SaveTiny, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """96000 by 96000 pixels fit into no machine: told with a size that does, before weights are loaded.
+    """8001 frames of 16000 by 16000 pixels fit nowhere: told with a size that does, before loading.
 
     Which of the sizes that are tried fits is predicted in the test above, and not here.
     """
@@ -56,10 +56,10 @@ def test_each_command_refuses_a_size_that_does_not_fit(
         "compare": ("--prompt", "a"),
         "batch": ("--prompts", "prompts.txt", "-o", "out"),
     }[command]
-    sizes = ("--frames", 9, "--height", 96000, "--width", 96000, "--steps", 1)
+    sizes = ("--frames", 8001, "--height", 16000, "--width", 16000, "--steps", 1)
     code, out, err = run(command, save_tiny("cogvideox"), *words, *sizes)
     assert (code, out) == (2, "")
-    assert re.search(r"Making 9 frames of 96000x96000 needs at least .*iB", err)
+    assert re.search(r"Making 8001 frames of 16000x16000 needs at least .*iB", err)
     assert re.search(r"Use --height \d+ and --width \d+\.", err)
     assert "--memory" not in err
     assert [x.name for x in here.iterdir() if not x.name.startswith(".")] == ["prompts.txt"]

@@ -20,9 +20,13 @@ from stopdown.memory.forecast import USABLE_SHARE, Fit
 from stopdown.memory.smaller_requests import Size, find_largest_size, list_smaller
 from stopdown.memory.strategies import Prediction, Strategy
 from stopdown.pipelines.allowed_sizes import Grid
+from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.requests import Request
+from stopdown.plans.plan_choice import choose_plan
+from stopdown.plans.planned_loader import load_plan
 from stopdown.records import RunRecord
 from stopdown.runtime import memory_limits
+from stopdown.sources.sources import resolve_source
 from stopdown.testing import make_pipeline, save_pipeline
 
 pytestmark = pytest.mark.usefixtures("known_speed")
@@ -141,7 +145,7 @@ def test_a_decoder_at_full_size_stays_below_its_bound(name: str, dtype: torch.dt
     torch.set_default_dtype(dtype)
     try:
         with FakeTensorMode(), torch.no_grad():
-            vae, tracker = kind(**config).eval(), StorageTracker()
+            vae, tracker = kind(**config).eval(), StorageTracker(on_cpu=False)
             tracker.ignore(vae.parameters())
             with tracker:
                 picture = vae.decode(torch.empty(shape)).sample
@@ -160,6 +164,24 @@ def test_what_fits_at_no_strategy_is_refused(folder: Path, tmp_path: Path) -> No
     assert str(caught.value).startswith(
         "No strategy stays within 500 KiB on cpu in fp32: the smallest"
     )
+
+
+def test_a_plan_is_offloaded_as_much_as_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its watch asks weights for their device, which was taken for reading: all stayed on the device."""
+    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
+    source, cpu = complete_source(resolve_source(folder)), choose_device("cpu")
+    request = Request(prompt="a", steps=2, height=32, width=32)
+
+    def predict(precision: str) -> dict[str, int]:
+        loaded = load_plan(source, choose_plan(source, precision, cpu), cpu)
+        formats = {x.precision for x in loaded.decisions}
+        fit = memory_limits.predict_pipe(loaded.pipe, formats, request, cpu)
+        assert not any(any(found.values()) for found in fit.strays.values())
+        return {x.strategy.name: x.peak_bytes for x in fit.predictions}
+
+    assert predict("fp16")["block"] < predict("fp32")["block"]
 
 
 @pytest.mark.thorough

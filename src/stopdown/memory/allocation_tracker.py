@@ -44,7 +44,7 @@ class StorageTracker(TorchDispatchMode):
         live_bytes: bytes of the counted storages that are alive.
         peak_bytes: maximum of `live_bytes` and workspaces since the start or the last `restart`.
         flops: of matrix products, convolutions and attention, since the start.
-        on_operation: callback that receives each operation's positional arguments before it runs.
+        on_operation: callback that receives the positional arguments of each operation that made a tensor.
         kind: class of the tensors that are counted; tensors of other classes are ignored.
         events: allocations and frees of storages, in order.
     """
@@ -85,12 +85,12 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.on_operation is not None:
-            self.on_operation(args)
         output = func(*args, **(kwargs or {}))
         made = [x for x in pytree.tree_leaves(output) if isinstance(x, self.kind)]
-        if not made:
+        if not made:  # as of what asks for a tensor's device
             return output
+        if self.on_operation is not None:
+            self.on_operation(args)
         self.count(made)
         taken = count_workspace(func, args, output) if self._on_cpu else 0
         if sums := count_sums(func, args):

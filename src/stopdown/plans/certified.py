@@ -184,8 +184,8 @@ def certify_plan(
     for name in names if source.kind != "file" else ():
         carries_plan(source.path / name)  # refuses weights that have exponents
     caches = scope.keeps and not source.loras and source.kind != "file"
-    sizes = {name: sum(stored[name].values()) for name in names if name not in others}
-    beside = choose_others(sizes) if caches and scope.calls is None else []
+    left = [name for name in names if name not in others] if caches and scope.calls is None else []
+    beside = choose_others({name: sum(stored[name].values()) for name in left})
     with Certifier(whole, beside, stream, shares=True) as certifier:
         calls, unseen = (scope.calls, "") if scope.calls is not None else list_source_calls(whole)
         loaded = dict[str, dict[str, torch.Tensor]]()
